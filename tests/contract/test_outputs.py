@@ -389,6 +389,10 @@ def test_several_tokens_a_step_are_streamed_counted_and_stopped_at(inside: Play)
             sink = await ask(worker, stopping_at(text_of(TOKENS[3:5])))
             assert (sink.tokens, texts(sink)) == (TOKENS[:3], text_of(TOKENS[:3]))
             assert sink.messages[-1].usage.completion_tokens == 3
+            data = plain(3)
+            data.stopping.conditions.add(stop_token_id=TOKENS[2])
+            sink = await ask(worker, data)
+            assert (sink.tokens, texts(sink)) == (TOKENS[:2], text_of(TOKENS[:2]))
             several = plain(7)
             several.sampling.num_sequences = 2
             found = by_index(await ask(worker, several))
@@ -405,7 +409,7 @@ def test_several_tokens_a_step_are_streamed_counted_and_stopped_at(inside: Play)
     inside(scenario)
 
 
-@pytest.mark.parametrize("what", ["budget", "end", "stop"])
+@pytest.mark.parametrize("what", ["budget", "end", "minimum", "stop", "text"])
 def test_t2_4_a_decode_leg_ends_at_the_first_token_if_that_is_the_last(
     inside: Play, what: str
 ) -> None:
@@ -413,23 +417,28 @@ def test_t2_4_a_decode_leg_ends_at_the_first_token_if_that_is_the_last(
 
     async def scenario(setup: Setup) -> None:
         options: dict[str, Any] = {"skip_tokenizer_init": False}
-        if what == "end":
+        if what in ("end", "minimum"):
             options["end_id"] = TOKENS[0]
         async with (
             setup.worker("prefill", skip_tokenizer_init=False) as prefill,
             setup.engine("decode", **options) as (decode, inner, llm),
         ):
             session = await hand_off(prefill, plain(5))
-            data = plain(1 if what == "budget" else 5)
+            data = plain(1 if what in ("budget", "text") else 5)
             data.stopping.ignore_eos = what == "budget"
             if what == "stop":
                 data.stopping.conditions.add(stop_token_id=TOKENS[0])
+            elif what == "text":
+                data.stopping.conditions.add(stop_text="<")
+            elif what == "minimum":
+                data.stopping.min_tokens = 5
             sink = await resume(decode, data, session)
-            n_tokens = 0 if what == "stop" else 1
-            assert (sink.tokens, texts(sink)) == (TOKENS[:n_tokens], text_of(TOKENS[:n_tokens]))
+            n_tokens = {"stop": 0, "minimum": 5}.get(what, 1)
+            shown = 0 if what == "text" else n_tokens
+            assert (sink.tokens, texts(sink)) == (TOKENS[:n_tokens], text_of(TOKENS[:shown]))
             last = sink.messages[-1]
             is_stop = last.finished.reason == oe.FINISH_REASON_STOP
-            assert is_stop == (what != "budget")
+            assert is_stop == (what in ("end", "stop", "text"))
             assert last.usage.completion_tokens == n_tokens
             assert (inner.n_live, llm.n_running, llm.used_blocks) == (0, 0, 0)
 

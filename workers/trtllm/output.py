@@ -44,8 +44,8 @@ class OutputForm(NamedTuple):
     hidden_stops: tuple[HiddenStop, ...] = ()
     stops: tuple[StopRule, ...] = ()  # all of them
     end_id: int | None = None  # the end of text; None: it ends nothing
+    min_tokens: int = 0  # so many are not ended by the end of text
     decode: Callable[[list[int]], str] | None = None  # makes text of tokens
-    may_lag: bool = False  # the first token's log probabilities may be missing, as prefill made it
 
 
 class OutputCursor:
@@ -55,13 +55,14 @@ class OutputCursor:
                   n_tokens              visible                      len(token_ids)
     """
 
-    def __init__(self, index: int, form: OutputForm) -> None:
+    def __init__(self, index: int, form: OutputForm, *, n_lagging: int = 0) -> None:
+        """`n_lagging` tokens at the front have no log probabilities, as prefill made them."""
         self.index = index
         self.finished = False
         self._form = form
         self._n_tokens = 0
         self._n_text = 0
-        self._n_lagging = 0  # tokens at the front without log probabilities
+        self._n_lagging = n_lagging
         self._text_overlaps = [StopOverlap(stop.text) for stop in form.hidden_stops if stop.text]
         self._token_overlaps = [
             StopOverlap(stop.tokens) for stop in form.hidden_stops if stop.tokens
@@ -87,8 +88,6 @@ class OutputCursor:
         self._n_tokens = max(self._n_tokens, n_tokens)
         self._n_text = max(self._n_text, n_text)
         logprobs = output.logprobs if self._form.top_n is not None else ()
-        if self._form.may_lag and len(logprobs) < len(tokens):
-            self._n_lagging = 1
         n_lagging = self._n_lagging
         return oe.TokenOutput(
             output_index=self.index,
@@ -119,7 +118,7 @@ class OutputCursor:
         """How many first characters of an ended output's `text` are its answer's, which has `n_tokens`.
 
         A stream's text only grows, so an engine that takes the tokens of a stop back leaves the text that
-        it had made of them, and so does one whose stop is taken back here.
+        it had made of them.
         """
         n_seen, n_text_seen = self._lengths[-1]
         if n_tokens > n_seen or len(text) < n_text_seen:
@@ -229,19 +228,25 @@ def ends_at_first_token(output: Any, form: OutputForm, *, max_tokens: int | None
     """Whether a decode leg's first token is its last one, of which no engine takes notice.
 
     The engine does not check the token that came with the handoff, and generates at least one more. If it
-    is the last, `output` is cut to it and has its reason.
+    is the last, `output` is cut to it and has its text and reason, which may be a stop in that text.
     """
     first = output.token_ids[:1]
     if not first:
         return False
     stops = any(rule.tokens == tuple(first) for rule in form.stops)
-    if not (stops or first[0] == form.end_id or max_tokens == 1):
+    if first[0] == form.end_id:
+        stops = not form.min_tokens
+    if not (stops or max_tokens == 1):
         return False
-    if len(output.token_ids) > 1:
-        output.token_ids = first
-        output.text = "" if form.decode is None else form.decode(first)
-    output.finish_reason = None
+    output.token_ids, output.finish_reason, output.stop_reason = first, None, None
+    output.text = "" if form.decode is None else form.decode(first)
     settle_end(output, form)
+    for cause, _ in form.stops:
+        if isinstance(cause, str) and cause in output.text:
+            shown, stop, _ = output.text.partition(cause)
+            output.text = shown if form.hidden_stops else shown + stop
+            output.finish_reason, output.stop_reason = "stop", cause
+            break
     return True
 
 
@@ -249,8 +254,8 @@ def settle_end(output: Any, form: OutputForm) -> None:
     """Give an ended output of the engine's the reason and the tokens that its own tokens say.
 
     Engines before 1.3 give only the output that ends last a reason, and cut off only its stop. All of them
-    let a stop pass that comes with the last token of the budget, and cut one that they found in the text
-    off the text alone.
+    let a stop pass that comes with the last token of the budget, also in the text, and cut one that they
+    found in the text off the text alone.
     """
     tokens = output.token_ids
     if output.finish_reason is None:
@@ -268,6 +273,8 @@ def settle_end(output: Any, form: OutputForm) -> None:
             output.finish_reason, output.stop_reason = "stop", cause
             if form.hidden_stops:
                 output.token_ids = tokens[: -len(stop)]
+                if form.decode is not None and not in_text:
+                    output.text = form.decode(output.token_ids)
             return
 
 

@@ -107,7 +107,7 @@ def output_form(
         hidden_stops=stops.hidden,
         stops=stops.rules,
         end_id=None if request.stopping.ignore_eos else end_id,
-        may_lag=kind == "generation_only" and logprobs is not None,
+        min_tokens=request.stopping.min_tokens,
     )
 
 

@@ -66,9 +66,15 @@ class EngineStream(Call):
         """Begin with the result of a leg that the engine has accepted, and will fill."""
         self.result = result
         self._leg = leg
-        self._cursors = [OutputCursor(index, leg.form) for index in range(leg.form.n_outputs)]
         # The KV transfer before a decode leg's first result cannot be interrupted.
         self._may_abort = leg.kind != GENERATION_ONLY
+        # The log probabilities of the token in a handoff come with the handoff, or not at all.
+        carried = getattr(leg.disaggregated, "first_gen_log_probs", None)
+        n_lagging = int(leg.kind == GENERATION_ONLY and not carried)
+        self._cursors = [
+            OutputCursor(index, leg.form, n_lagging=n_lagging)
+            for index in range(leg.form.n_outputs)
+        ]
         if timeout_s is not None:
             expired = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded on the worker")
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._stop, expired)
@@ -130,13 +136,18 @@ class EngineStream(Call):
                     self._abort_engine()
                 await self._gate.wait()
                 if not self._ended:
-                    self._emit_or_give_up()
-                elif self._leg.kind == CONTEXT_ONLY and _has_handoff(self._params()):
-                    # Parked just when the leg was cancelled: nobody will ever fetch it.
-                    self._handoffs.release(self._params().ctx_request_id)
-            if self._leg.form.stops or not all(cursor.finished for cursor in self._cursors):
-                self._end_outputs()
+                    self._run_or_give_up(self._emit)
+                elif self._leg.kind == CONTEXT_ONLY:
+                    self._run_or_give_up(self._release)
+            is_settled = not self._leg.form.stops and all(one.finished for one in self._cursors)
+            if self.parked_id is None and not is_settled:
+                self._run_or_give_up(self._end_outputs)
             self.finish(OK)
+
+    def _release(self) -> None:
+        """Free what was parked just when the leg was cancelled: nobody will ever fetch it."""
+        if _has_handoff(self._params()):
+            self._handoffs.release(self._params().ctx_request_id)
 
     def _end_outputs(self) -> None:
         """End what the engine's last result left open, once it has ended any of the outputs.
@@ -144,8 +155,6 @@ class EngineStream(Call):
         A stop text in one output ends the result of all of them. Its request may go on in the engine, which
         does not look at text.
         """
-        if self.parked_id is not None:
-            return
         outputs = self.result.outputs
         ended = [output for output in outputs if output.finish_reason == "stop"]
         if any(isinstance(output.stop_reason, str) for output in ended):
@@ -155,16 +164,16 @@ class EngineStream(Call):
             for output in outputs:
                 if output.finish_reason is None:
                     settle_end(output, self._leg.form)
-            self._emit_or_give_up()
+            self._emit()
         elif is_open:
             self.fail(RuntimeError("the engine's answer has no end"))
 
     def _params(self) -> Any:
         return self.result.outputs[0].disaggregated_params
 
-    def _emit_or_give_up(self) -> None:
+    def _run_or_give_up(self, step: Callable[[], None]) -> None:
         try:
-            self._emit()
+            step()
         except Exception as error:
             # A bug of this code ends this leg only; an error of the engine would end the worker.
             log.exception("leg.emit")

@@ -15,6 +15,7 @@ from slagate.workers.trtllm.output import (
     OutputForm,
     StopOverlap,
     StopRule,
+    ends_at_first_token,
     prompt_output,
     settle_end,
     token_info,
@@ -129,8 +130,54 @@ def test_w07_an_output_without_a_reason_has_the_one_that_its_tokens_say(
     assert [ended.finish_reason, ended.stop_reason] == why
 
 
+def test_t2_3_text_of_a_stop_that_is_cut_off_at_the_budget_goes_with_it() -> None:
+    """Also where the first result is the last one, as with drafts."""
+    form = OutputForm(
+        has_text=True,
+        stops=(StopRule(1, (1,)),),
+        hidden_stops=(HiddenStop("", (1,)),),
+        decode=text_of,
+    )
+    ended = output([0, 2, 1], "length")
+    settle_end(ended, form)
+    assert streamed([ended], form) == Answer([0, 2], "a a")
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        output([2], "stop", stop_reason="a", text=" "),
+        output([2, 1]),
+        output([2, 1], "stop", stop_reason="ab", text=" "),
+    ],
+)
+def test_t2_4_a_stop_in_the_text_of_a_last_first_token_ends_it(
+    given: SimpleNamespace,
+    is_hidden: bool,  # noqa: FBT001
+) -> None:
+    """As on one worker, which has made no more text."""
+    hidden = (HiddenStop("ab", (0, 1)), HiddenStop("a", (0,))) if is_hidden else ()
+    rules = (StopRule("ab", (0, 1)), StopRule("a", (0,)))
+    form = OutputForm(has_text=True, stops=rules, hidden_stops=hidden, decode=text_of)
+    ended = SimpleNamespace(**vars(given))
+    assert ends_at_first_token(ended, form, max_tokens=1)
+    assert (ended.token_ids, ended.text) == ([2], " " if is_hidden else " a")
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", "a")
+
+
+@pytest.mark.parametrize(
+    ("token", "min_tokens", "ends"), [(9, 0, True), (9, 6, False), (7, 6, True)]
+)
+def test_a_minimum_holds_off_the_end_of_text_at_the_first_token_and_no_stop(
+    token: int, min_tokens: int, *, ends: bool
+) -> None:
+    form = OutputForm(end_id=9, stops=(StopRule(7, (7,)), StopRule(9, (9,))), min_tokens=min_tokens)
+    assert ends_at_first_token(output([token], text=""), form, max_tokens=8) == ends
+
+
 def test_w10_log_probabilities_one_behind_belong_to_the_tokens_after_the_first() -> None:
-    cursor = OutputCursor(0, OutputForm(top_n=0, may_lag=True))
+    cursor = OutputCursor(0, OutputForm(top_n=0), n_lagging=1)
     infos = []
     for tokens, numbers in (
         ([5], []),

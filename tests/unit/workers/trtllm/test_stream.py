@@ -12,7 +12,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.metrics import SILENT
-from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, OutputForm, StopRule
+from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, HiddenStop, OutputForm, StopRule
 from slagate.workers.trtllm.poll import Activity
 from slagate.workers.trtllm.request import EngineRequest
 from slagate.workers.trtllm.running import EngineRequests
@@ -26,7 +26,10 @@ END_ID = 128_001
 
 def leg(kind: str, **form: Any) -> EngineRequest:
     sampling = SimpleNamespace(end_id=END_ID, max_tokens=None)
-    return EngineRequest("r", kind, [1, 2], sampling, OutputForm(**form), end_id=END_ID)
+    handed_off = SimpleNamespace(first_gen_log_probs=form.pop("carried", None))
+    return EngineRequest(
+        "r", kind, [1, 2], sampling, OutputForm(**form), end_id=END_ID, disaggregated=handed_off
+    )
 
 
 def handoffs(abandoned: list[int]) -> Handoffs:
@@ -178,6 +181,47 @@ def test_too_many_prompt_logprobs_are_an_error_of_the_request() -> None:
     assert sink.events == ["error"]
     assert sink.messages[0].error.code == oe.ERROR_CODE_INVALID_ARGUMENT
     assert result.n_aborts == 1
+
+
+@pytest.mark.parametrize("carried", [None, [-5.0]])
+@pytest.mark.parametrize(
+    ("tokens", "reason", "stop_reason", "kept"),
+    [
+        ([5, 6, 9], "length", None, 2),  # cut here
+        ([5, 6], "stop", 9, 2),  # cut by the engine, which leaves the log probability
+        ([END_ID, 6], None, None, 1),  # ends at the token of the handoff
+    ],
+)
+def test_w10_log_probabilities_one_behind_stay_so_when_the_first_result_is_cut(
+    tokens: list[int],
+    reason: str | None,
+    stop_reason: int | None,
+    kept: int,
+    carried: list[float] | None,
+) -> None:
+    result = Result(tokens=tokens, finish_reason=reason, stop_reason=stop_reason)
+    result.outputs[0].logprobs = [*(carried or []), -6.0, -9.0]
+    sink, _, _ = play(
+        "generation_only", result, carried=carried, top_n=0, end_id=END_ID,
+        stops=(StopRule(9, (9,)),), hidden_stops=(HiddenStop("", (9,)),),
+    )  # fmt: skip
+    infos = [info for message in sink.messages for info in message.token.tokens]
+    assert [info.token_id for info in infos] == tokens[:kept]
+    assert infos[0].HasField("logprob") == (carried is not None)
+    assert [info.logprob for info in infos[1:]] == [-6.0][: kept - 1]
+
+
+def test_w10_results_of_another_shape_end_their_own_leg_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What leaves `pump` is taken for an error of the engine's, which ends the worker."""
+    nameless = Result(tokens=[3], finish_reason="stop")
+    del nameless.outputs[0].stop_reason
+    sink, _, _ = play("context_and_generation", nameless, stops=(StopRule(7, (7,)),))
+    assert sink.events == ["error"]
+    sink, _, _ = play("context_only", Steps([]), cancel=True)
+    assert sink.code is grpc.StatusCode.CANCELLED
+    assert caplog.messages == ["leg.emit"] * 3
 
 
 class BrokenSink(KeepingSink):
