@@ -173,10 +173,12 @@ def _places(finding: Finding, *sides: EngineArgs) -> str:
 
 def _shown(found: RoleFinding) -> ShownFinding:
     of, (code, severity, key, message, advice), source = found
-    title = f"{severity} {code}  {of}  {key}{f' ({source})' if source else ''}"
+    is_brief, title = severity == "note", f"{severity} {code}  {of}"
+    if not is_brief:
+        title += f"  {key}{f' ({source})' if source else ''}"
     fields = {"of": of, "code": code, "severity": severity, "key": key, "text": message}
     fields |= {"advice": advice, "source": source}
-    return ShownFinding(title, f"{key} {message}", advice, fields)
+    return ShownFinding(title, f"{key} {message}", advice, fields, is_brief)
 
 
 def _summary(found: Sequence[RoleFinding], n_ignored: int) -> str:
