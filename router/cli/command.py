@@ -195,8 +195,8 @@ IgnoredCodes = Annotated[
 FindingsAsJson = Annotated[
     bool, typer.Option("--json", help="A JSON object a line instead of text.")
 ]
-COLUMNS = 100
-"""The width of findings; less if the terminal is narrower."""
+COLUMNS, BRIEF_COLUMNS = 100, 120
+"""The width of findings, and of brief ones; less if the terminal is narrower."""
 
 
 def codes_to_ignore(codes: Iterable[str] | None, known: Iterable[str], *, page: str) -> set[str]:
@@ -216,31 +216,36 @@ class ShownFinding(NamedTuple):
     """A sentence without its full stop."""
     advice: str
     fields: Mapping[str, str]
+    is_brief: bool = False
+    """Whether it is a few words after the title, below all others, without a paragraph of its own."""
 
 
 def print_findings(found: Iterable[ShownFinding], summary: str, *, as_json: bool) -> None:
     """Print findings on stdout: as JSON Lines, or as text with `summary` as the last line."""
     with until_reader_leaves():
-        for each in found:
-            if as_json:
+        if as_json:
+            for each in found:
                 print(json.dumps(each.fields, ensure_ascii=False))
-                continue
+            return
+        for each in sorted(found, key=lambda one: one.is_brief):
             fix = f"Fix: {each.advice}{'' if each.advice.endswith(('.', '?')) else '.'}"
-            for line in (each.title, *_indented(f"{each.message}."), *_indented(fix), ""):
-                print(line)
-        if not as_json:
-            print(summary)
+            lines = [each.title, *_indented(f"{each.message}."), *_indented(fix), ""]
+            if each.is_brief:
+                lines = _indented(
+                    f"{each.title}  {each.message}; {each.advice}", first="", columns=BRIEF_COLUMNS
+                )
+            print("\n".join(lines))
+        print(summary)
 
 
-def _indented(text: str) -> list[str]:
+def _indented(text: str, *, first: str = " " * 6, columns: int = COLUMNS) -> list[str]:
     """The text in lines of a page's width, or of a narrower terminal's, below its title."""
-    indent = " " * 6
-    terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else COLUMNS
+    terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else columns
     return textwrap.wrap(
         text,
-        width=min(COLUMNS, terminal),
-        initial_indent=indent,
-        subsequent_indent=indent,
+        width=min(columns, terminal),
+        initial_indent=first,
+        subsequent_indent=" " * 6,
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -41,6 +41,7 @@ ARROWS: dict[str, set[str]] = {
         "configs", "workers/engine_args/model", "workers/engine_args/rules", "workers/findings.py",
         "workers/runtime",
     },
+    "workers/engine_args/model": {"workers/runtime"},
     "workers/engine_args/rules": {
         "workers/engine_args/model", "workers/findings.py", "workers/kv_transfer/nixl",
         "workers/runtime",

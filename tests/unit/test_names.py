@@ -35,6 +35,7 @@ GIVEN = {
     "data_received": "asyncio's protocols",
     "data": "HTTP/2's DATA frame",
     "handle_error": "socketserver's",
+    "handle_invalid_for_json_schema": "pydantic's",
     "server_info": "OpenEngine's ServerInfo",
     "model_info": "OpenEngine's ModelInfo",
     "load_info": "OpenEngine's LoadInfo",

@@ -4,12 +4,13 @@ Each layer replaces values of the ones before it. Every replacement is logged, w
 they came from: an engine that does not run with what its file says costs hours of search.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slagate.workers.engine_args.check import check_values
+from slagate.workers.engine_args.model.facts import facts_of_version
 from slagate.workers.engine_args.model.merge import (
     COMMAND_LINE,
     DEFAULT,
@@ -22,11 +23,10 @@ from slagate.workers.engine_args.model.merge import (
     leaves,
     merge,
 )
-from slagate.workers.engine_args.model.model import EngineModel
 from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse
 from slagate.workers.engine_args.rules.table import PAIR_RULES, check_rules
 from slagate.workers.engine_args.yaml_text import EXTRA, OVERRIDE, PEER, read_override, read_yaml
-from slagate.workers.findings import Finding, warning
+from slagate.workers.findings import Finding, note, warning
 from slagate.workers.runtime.usage import UsageError
 
 KV_EVENTS = 100_000
@@ -51,16 +51,9 @@ BUILD = "build_config"
 AUTODEPLOY = "_autodeploy"
 CACHE, EVENTS, STATS = "kv_cache_config", "event_buffer_max_size", "enable_iter_perf_stats"
 NOT_FOR_AUTODEPLOY = (
-    "build_config",
-    "scheduler_config",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "moe_cluster_parallel_size",
-    "moe_tensor_parallel_size",
-    "moe_expert_parallel_size",
-    "enable_attention_dp",
-    "cp_config",
+    *("build_config", "scheduler_config", "tensor_parallel_size", "pipeline_parallel_size"),
+    *("context_parallel_size", "moe_cluster_parallel_size", "moe_tensor_parallel_size"),
+    *("moe_expert_parallel_size", "enable_attention_dp", "cp_config"),
 )
 """AutoDeploy shards by itself; it refuses these."""
 
@@ -68,13 +61,10 @@ AUTODEPLOY_STATS_SINCE = (1, 3)
 """Earlier versions have other arguments than the PyTorch back-end, and do not start with unknown ones."""
 
 ENCODER_ARGUMENTS = (
-    "model",
-    "max_batch_size",
-    "trust_remote_code",
-    "tensor_parallel_size",
-    "model_kwargs",
+    *("model", "max_batch_size", "trust_remote_code", "tensor_parallel_size", "model_kwargs"),
 )
-"""The engine's arguments that an encoder takes, as in Dynamo's worker."""
+"""What Dynamo's worker passes on to an encoder, which takes all of the engine's arguments (mm_encoder.py
+@83ab45a5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +87,12 @@ class EngineArgs:
         """The findings that keep the engine from starting."""
         return [finding for finding in self.findings if finding.is_error]
 
-    def refuse_errors(self) -> None:
-        """Raise `UsageError` that lists every error, if there is one."""
-        if self.errors:
-            listed = "".join(f"\n  {finding}" for finding in self.errors)
-            raise UsageError(f"engine arguments: {len(self.errors)} wrong{listed}")
+    def refuse_errors(self, *, but: Collection[str] = ()) -> None:
+        """Raise `UsageError` that lists every error, if there is one, except of the codes in `but`."""
+        errors = [finding for finding in self.errors if finding.code not in but]
+        if errors:
+            listed = "".join(f"\n  {finding}" for finding in errors)
+            raise UsageError(f"engine arguments: {len(errors)} wrong{listed}")
 
 
 def build_engine_args(
@@ -113,7 +104,6 @@ def build_engine_args(
     variables: Iterable[Layer] = (),
     dotted: Iterable[Layer] = (),
     forced: Mapping[str, Any] = FORCED_VALUES,
-    allow_unknown: bool = False,
     wanted: IntendedUse | None = None,
     extra_option: str = EXTRA,
 ) -> EngineArgs:
@@ -131,26 +121,26 @@ def build_engine_args(
         layers.append(Layer(f"{extra_option} {extra}", read.values, read.lines))
     if override is not None:
         layers.append(Layer(OVERRIDE, read_override(override)))
-    layers += [*dotted, Layer(FORCED, forced)]
-    return assemble(role, layers, allow_unknown=allow_unknown, wanted=wanted)
+    layers += dotted
+    if role != "encode":
+        layers.append(Layer(FORCED, forced))
+    return assemble(role, layers, wanted=wanted)
 
 
 def assemble(
-    role: str,
-    layers: Iterable[Layer],
-    *,
-    allow_unknown: bool = False,
-    wanted: IntendedUse | None = None,
+    role: str, layers: Iterable[Layer], *, wanted: IntendedUse | None = None
 ) -> EngineArgs:
     """Merge `layers` over the defaults and check the result. Raises `UsageError` for an unknown role."""
     if role not in ROLES:
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
-    merged = merge([Layer(DEFAULT, DEFAULTS), *layers])
+    # What is ours is for an engine that generates.
+    merged = merge(layers if role == "encode" else [Layer(DEFAULT, DEFAULTS), *layers])
     wanted = wanted or IntendedUse()
     before = {**merged.sections, **merged.sources}
     findings = _replaced(merged) + _prune(merged, role, wanted.engine_version)
-    model, wrong = check_values(merged.values, allow_unknown=allow_unknown)
-    findings += wrong
+    stated = wanted.facts or facts_of_version(wanted.engine_version)
+    model, wrong = check_values(merged.values, allow_unknown=wanted.allows_unknown, stated=stated)
+    findings += [one for one in wrong if not _is_ours(merged, one.place)]
     case = None
     if model is not None:
         case = EngineCase(role, model, frozenset(key for key, _ in leaves(merged.values)), wanted)
@@ -158,7 +148,18 @@ def assemble(
         if role != "encode":
             findings += check_rules(case)
     places = {**before, **merged.sources}
-    return EngineArgs(role, merged.values, merged.sources, places, findings, case)
+    return EngineArgs(role, merged.values, merged.sources, places, _grouped(findings), case)
+
+
+def _grouped(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings, with those that say the same of several keys in one that lists them."""
+    keys: dict[Finding, list[str]] = {}
+    for one in findings:
+        keys.setdefault(one._replace(place=""), []).append(one.place)
+    return [
+        one._replace(place=places[0], message=f"{one.message}{_and_so(places)}")
+        for one, places in keys.items()
+    ]
 
 
 def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
@@ -183,7 +184,7 @@ def _replaced(merged: Merged) -> list[Finding]:
     for key, old, old_source, new, new_source in merged.replaced:
         if new_source == FORCED and old_source != DEFAULT:
             text = f"is {in_brief(old)} by {old_source}, and is always {in_brief(new)} here"
-            forced.append(warning("E108", key, text, "take it out"))
+            forced.append(note("E108", key, text, "take it out"))
         elif new_source not in (FORCED, COMMAND_LINE) and old_source.startswith(_OPTIONS):
             place = "on the command line" if old_source == COMMAND_LINE else f"by {old_source}"
             text = f"is {in_brief(old)} {place}, and {in_brief(new)} by {new_source}, which counts"
@@ -205,22 +206,17 @@ def _prune(merged: Merged, role: str, version: tuple[int, int] | None) -> list[F
         findings += _for_autodeploy(merged, version)
     findings += _lift_build_config(merged)
     if role == "encode":
-        # A name that no engine has is left to the model.
-        keys = [key for key in EngineModel.model_fields if key not in ENCODER_ARGUMENTS]
-        advice = f"it is left out; take it out: an encoder has {', '.join(ENCODER_ARGUMENTS)}"
-        findings += _left_out(merged, keys, "E805", "an encoder does not take it", advice)
+        keys = [key for key in merged.values if key not in ENCODER_ARGUMENTS]
+        if keys:
+            text = f"is not what Dynamo's worker passes on to an encoder{_and_so(keys)}"
+            advice = f"it is passed on; sure to have an effect: {', '.join(ENCODER_ARGUMENTS)}"
+            findings.append(warning("E805", keys[0], text, advice))
     return findings
 
 
-def _left_out(
-    merged: Merged, keys: Iterable[str], code: str, reason: str, advice: str
-) -> Iterator[Finding]:
-    """Take the keys out, with a warning for each that an operator set to a value."""
-    for key in keys:
-        is_set = _is_set(merged, key)
-        value = _take_out(merged, key)
-        if is_set and value is not None:
-            yield warning(code, key, f"is {in_brief(value)}, and {reason}", advice)
+def _and_so(keys: Sequence[str]) -> str:
+    """The other keys that have the first one's finding, in words."""
+    return f"; the same of {', '.join(keys[1:])}" if keys[1:] else ""
 
 
 def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> Iterator[Finding]:
@@ -235,13 +231,13 @@ def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> Iterator
             "this worker reports no load",
             "it is left out; use a newer engine, or backend: pytorch",
         )
-    yield from _left_out(
-        merged,
-        NOT_FOR_AUTODEPLOY,
-        "E803",
-        f"the back-end {AUTODEPLOY} does not take it",
-        "it is left out; take it out, or use backend: pytorch",
-    )
+    is_set = {key for key in NOT_FOR_AUTODEPLOY if _is_set(merged, key)}
+    left = [
+        key for key in NOT_FOR_AUTODEPLOY if _take_out(merged, key) is not None and key in is_set
+    ]
+    if left:
+        text = f"is set, and the back-end {AUTODEPLOY} does not take it{_and_so(left)}"
+        yield warning("E803", left[0], text, "it is left out; take it out, or use backend: pytorch")
 
 
 def _lift_build_config(merged: Merged) -> list[Finding]:
@@ -264,7 +260,7 @@ def _lift_build_config(merged: Merged) -> list[Finding]:
             for leaf, _ in leaves({key: value}):
                 merged.sources[leaf] = sources[f"{BUILD}.{leaf}"]
             text = "is in a section that newer engines do not have"
-            advice = f"write {key} at the top level"
+            advice = "write it at the top level"
         elif in_full(merged.values[key]) != in_full(value):
             kept = in_brief(merged.values[key])
             text = f"is {in_brief(value)}, and {key} at the top level, {kept}, takes its place"
@@ -278,6 +274,11 @@ def _lift_build_config(merged: Merged) -> list[Finding]:
 def _is_set(merged: Merged, key: str) -> bool:
     """Whether an operator set the key, or one below it."""
     return any(merged.sources[leaf] not in (DEFAULT, FORCED) for leaf in merged.leaves_of(key))
+
+
+def _is_ours(merged: Merged, key: str) -> bool:
+    """Whether slagate alone set the key, and those below it."""
+    return bool(merged.leaves_of(key)) and not _is_set(merged, key)
 
 
 def _take_out(merged: Merged, key: str) -> Any:

@@ -38,6 +38,7 @@ from slagate.workers.trtllm.package import (
     check_installed,
     constructor_values,
     handoff_ids,
+    judge_arguments,
     load_package,
     set_engine_log_level,
     shut_down,
@@ -280,9 +281,13 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
         raise UsageError(f"--logits-processor: tensorrt_llm {package.version} has none")
     phases.begin_phase("engine")
     values = with_telemetry_choice(options.args.values, package, os.environ)
-    llm = await run_in_daemon_thread(
-        as_usage(lambda: package.LLM(**constructor_values(package, values)))
-    )
+
+    def constructed() -> Any:
+        taken = constructor_values(package, values)
+        judge_arguments(package, taken)
+        return package.LLM(**taken)
+
+    llm = await run_in_daemon_thread(as_usage(constructed))
     try:
         identity = identity_of(llm, package, options, instance_id=instance_id)
         options.logits.check(end_id=identity.end_id, vocab_size=identity.vocab_size)

@@ -79,14 +79,6 @@ class CacheTransceiverConfig(_Strict):
     kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
 
 
-class DynamicBatchConfig(_Strict):
-    """`scheduler_config.dynamic_batch_config`; without effect on this back-end."""
-
-    enable_batch_size_tuning: bool
-    enable_max_num_tokens_tuning: bool
-    dynamic_batch_moving_average_window: int
-
-
 class SchedulerConfig(_Strict):
     """`scheduler_config`: which requests are admitted."""
 
@@ -94,7 +86,7 @@ class SchedulerConfig(_Strict):
         "GUARANTEED_NO_EVICT"
     )
     context_chunking_policy: Literal["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"] | None = None
-    dynamic_batch_config: DynamicBatchConfig | None = None
+    dynamic_batch_config: Any = None
     waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
 
 

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 import anyio
+from pydantic import ValidationError
 
 from slagate.workers.runtime.usage import UsageError, clash_of_bindings
 from slagate.workers.runtime.waiting import run_in_daemon_thread
@@ -117,6 +118,23 @@ def load_package() -> EnginePackage:
             f"tensorrt_llm {version} has no {', '.join(missing)}; 1.1 or newer is needed: {HOW_TO_INSTALL}"
         )
     return EnginePackage(version, **names)
+
+
+def judge_arguments(package: EnginePackage, values: Mapping[str, Any]) -> None:
+    """Have the engine's own model judge its arguments. Raises `UsageError` with what it says.
+
+    What is not about single arguments, such as a file that is missing, is left to the constructor.
+    """
+    if package.TorchLlmArgs is None or values.get("backend") == "_autodeploy":
+        return
+    try:
+        package.TorchLlmArgs(**values)
+    except ValidationError as error:
+        raise UsageError(
+            f"engine arguments: tensorrt_llm {package.version} says: {error}"
+        ) from error
+    except Exception:
+        log.debug("engine.arguments_not_judged", exc_info=True)
 
 
 def _first(name: str, places: tuple[str, ...]) -> Any | None:

@@ -72,6 +72,7 @@ def check(
     longest_prompt: LongestPrompt = None,
     kv_bytes_per_token: KvBytesPerToken = None,
     engine_version: options.EngineVersion = None,
+    engine_facts: options.EngineFactsFile = None,
     ignore: IgnoredCodes = None,
     strict: Strict = False,
     as_json: FindingsAsJson = False,
@@ -100,6 +101,8 @@ def check(
         longest_prompt_tokens=longest_prompt,
         kv_bytes_per_token=kv_bytes_per_token,
         engine_version=options.engine_version_of(engine_version),
+        facts=options.facts_of(engine_facts),
+        allows_unknown=allow_unknown_engine_args,
         environ=os.environ,
     )
     args = options.read_engine_args(
@@ -107,10 +110,9 @@ def check(
         context,
         extra=extra_engine_args,
         override=override_engine_args,
-        allow_unknown=allow_unknown_engine_args,
         wanted=wanted,
     )
-    found = _found(args, peer_engine_args, allow_unknown=allow_unknown_engine_args, wanted=wanted)
+    found = _found(args, peer_engine_args, wanted)
     _print_and_exit(found, ignored, strict=strict, as_json=as_json)
 
 
@@ -124,22 +126,18 @@ def _print_and_exit(
     raise typer.Exit(EXIT_FINDINGS if failed else 0)
 
 
-def _found(
-    args: EngineArgs, peer: Path | None, *, allow_unknown: bool, wanted: IntendedUse
-) -> list[RoleFinding]:
+def _found(args: EngineArgs, peer: Path | None, wanted: IntendedUse) -> list[RoleFinding]:
     """The findings of a role's arguments and, where there is a file of the other role, of that and both."""
     found = [
         RoleFinding(args.role, finding, options.place_of(finding, args.places))
         for finding in args.findings
     ]
     if peer is not None:
-        found += _with_peer(args, peer, allow_unknown=allow_unknown, wanted=wanted)
+        found += _with_peer(args, peer, wanted)
     return found
 
 
-def _with_peer(
-    args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: IntendedUse
-) -> list[RoleFinding]:
+def _with_peer(args: EngineArgs, peer: Path, wanted: IntendedUse) -> list[RoleFinding]:
     """The findings of the other role's file, and of the pairing."""
     role = {"prefill": "decode", "decode": "prefill"}.get(args.role)
     if role is None:
@@ -150,7 +148,6 @@ def _with_peer(
             cli={},
             extra=peer,
             override=None,
-            allow_unknown=allow_unknown,
             wanted=wanted,
             extra_option=PEER,
         )
@@ -173,10 +170,12 @@ def _places(finding: Finding, *sides: EngineArgs) -> str:
 
 def _shown(found: RoleFinding) -> ShownFinding:
     of, (code, severity, key, message, advice), source = found
-    title = f"{severity} {code}  {of}  {key}{f' ({source})' if source else ''}"
+    is_brief, title = severity == "note", f"{severity} {code}  {of}"
+    if not is_brief:
+        title += f"  {key}{f' ({source})' if source else ''}"
     fields = {"of": of, "code": code, "severity": severity, "key": key, "text": message}
     fields |= {"advice": advice, "source": source}
-    return ShownFinding(title, f"{key} {message}", advice, fields)
+    return ShownFinding(title, f"{key} {message}", advice, fields, is_brief)
 
 
 def _summary(found: Sequence[RoleFinding], n_ignored: int) -> str:

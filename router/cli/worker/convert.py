@@ -70,9 +70,11 @@ def convert(
     args = assemble(
         result_role,
         [Layer("converted", conversion.values)],
-        allow_unknown=allow_unknown_engine_args,
         wanted=IntendedUse(
-            prefix_routing=True, engine_version=engine_version_of(None), environ=os.environ
+            prefix_routing=True,
+            engine_version=engine_version_of(None),
+            allows_unknown=allow_unknown_engine_args,
+            environ=os.environ,
         ),
     )
     for doubt in conversion.doubts:

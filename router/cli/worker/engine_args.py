@@ -10,6 +10,7 @@ import typer
 from slagate.router.cli.command import check_choice, ending_on_usage_error, errors, fail
 from slagate.router.cli.worker.launch import LaunchOptions, nested
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
+from slagate.workers.engine_args.model.facts import EngineFacts, read_facts
 from slagate.workers.engine_args.model.merge import DEFAULT, Layer
 from slagate.workers.engine_args.model.model import INT32_MAX, MAX_RANKS
 from slagate.workers.engine_args.rules.case import IntendedUse
@@ -78,6 +79,12 @@ EngineVersion = Annotated[
         metavar="X.Y", help="Of TensorRT-LLM, for rules that depend on it; default: the installed."
     ),
 ]
+EngineFactsFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="What the engine's arguments may be, as slagate worker facts says it."
+    ),
+]
 
 
 def read_engine_args(
@@ -86,7 +93,6 @@ def read_engine_args(
     *,
     extra: Path | None,
     override: str | None,
-    allow_unknown: bool,
     wanted: IntendedUse,
 ) -> EngineArgs:
     """Merge and check the arguments of options, variables and files. A usage error ends the command."""
@@ -110,7 +116,6 @@ def read_engine_args(
             extra=extra,
             override=None if variable else override,
             dotted=dotted,
-            allow_unknown=allow_unknown,
             wanted=wanted,
             extra_option=launch.variable_of.get("extra_engine_args", EXTRA),
         )
@@ -124,6 +129,12 @@ def engine_version_of(text: str | None) -> tuple[int, int] | None:
     if version is None:
         fail(f"--engine-version must be a version such as 1.2 or 1.3.0rc22 (got {text!r})")
     return version
+
+
+def facts_of(place: str | None) -> EngineFacts | None:
+    """Parse `--engine-facts`. What is no such file or version ends the command."""
+    with ending_on_usage_error():
+        return None if place is None else read_facts(place, "--engine-facts")
 
 
 def _major_minor(text: str) -> tuple[int, int] | None:

@@ -25,9 +25,11 @@ from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, liste
 from slagate.router.cli.worker import engine_args as options
 from slagate.router.cli.worker.check import check
 from slagate.router.cli.worker.convert import convert
+from slagate.router.cli.worker.facts import facts
 from slagate.router.cli.worker.launch import LaunchCommand
 from slagate.router.cli.worker.self_check import check_and_show
 from slagate.workers.engine_args.build import KV_EVENTS, EngineArgs
+from slagate.workers.engine_args.check import JUDGED_BY_ENGINE
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.logits.processors import LogitsProcessors, requested_of
 from slagate.workers.runtime.listen import ignore_hangups
@@ -247,6 +249,7 @@ def trtllm(
     override_engine_args: options.OverrideEngineArgs = None,
     allow_unknown_engine_args: options.AllowUnknownEngineArgs = False,
     engine_version: options.EngineVersion = None,
+    engine_facts: options.EngineFactsFile = None,
     print_engine_args: PrintEngineArgs = False,
     self_check: SelfCheck = False,
     end_id: EndId = None,
@@ -279,9 +282,11 @@ def trtllm(
         context,
         extra=extra_engine_args,
         override=override_engine_args,
-        allow_unknown=allow_unknown_engine_args,
         wanted=IntendedUse(
-            engine_version=options.engine_version_of(engine_version), environ=os.environ
+            engine_version=options.engine_version_of(engine_version),
+            facts=options.facts_of(engine_facts),
+            allows_unknown=allow_unknown_engine_args,
+            environ=os.environ,
         ),
     )
     if print_engine_args:
@@ -323,6 +328,7 @@ def trtllm(
 
 worker.command(cls=LaunchCommand)(check)
 worker.command()(convert)
+worker.command()(facts)
 
 
 def _check_listeners(listen: Address, metrics_listen: Address | None) -> None:
@@ -335,7 +341,7 @@ def _model(args: EngineArgs) -> str:
     if args.values.get("model") is None:
         fail("--model is missing: a folder with the model, or its Hugging Face id")
     with ending_on_usage_error():
-        args.refuse_errors()
+        args.refuse_errors(but=JUDGED_BY_ENGINE)
     return str(args.values["model"])
 
 

@@ -14,18 +14,21 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from enum import IntEnum
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import anyio
 import prometheus_client
+from pydantic import BaseModel, create_model
 
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.sim.api import NEWEST, SimApi, sim_api
 from slagate.workers.sim.args import (
     DECODING_TYPE,
+    EARLIER_DEFAULTS,
     LACKS,
     DecodingSection11,
     EagleDecodingConfig,
@@ -305,12 +308,43 @@ def _ids(version: str) -> Callable[..., int] | None:
     return makers_of.get(version)
 
 
+def args_model(
+    lacks: frozenset[str], of: type[BaseModel] = TorchLlmArgs, prefix: str = ""
+) -> type[BaseModel]:
+    """The model of a version's arguments, or of a section of them, with a JSON Schema of its own."""
+    fields: dict[str, Any] = {}
+    for name, field in of.model_fields.items():
+        dotted = f"{prefix}{name}"
+        if dotted not in lacks:
+            of_version = copy(field)
+            if (choice := f"{dotted}={field.default}") in lacks:
+                of_version.default = EARLIER_DEFAULTS.get(choice, field.default)
+            fields[name] = (_narrowed(field.annotation, dotted, lacks), of_version)
+    made: type[BaseModel] = create_model(
+        of.__name__, __config__=of.model_config, __module__="tensorrt_llm.llmapi.llm_args", **fields
+    )
+    return made
+
+
+def _narrowed(annotation: Any, dotted: str, lacks: frozenset[str]) -> Any:
+    """A field's type without the choices and fields that a version lacks."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        left = tuple(one for one in parts if f"{dotted}={one}" not in lacks)
+        return Literal[left] if left else None
+    if origin in (Union, UnionType):
+        narrowed = [_narrowed(one, dotted, lacks) for one in parts]
+        return Union[tuple(one for one in narrowed if one is not None)]  # noqa: UP007
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return args_model(lacks, annotation, f"{dotted}.")
+    return annotation
+
+
 def install(package: ModuleType) -> None:
     """Fill the package, and put what is below it into `sys.modules`, as the environment says."""
     settings = json.loads(os.environ.get(ENVIRONMENT, "{}"))
     api = sim_api(settings.pop("api", NEWEST))
     imports_bindings = settings.pop("bindings", False)
-    fields = TorchLlmArgs.model_fields.keys() - LACKS[api.version]
     llm = type("LLM", (DoubleLLM,), {"api": api, "settings": settings})
     encoder = api.MultimodalEncoder and _encoder(api.MultimodalEncoder, settings.get("init"))
     names: dict[str, dict[str, Any]] = {
@@ -323,7 +357,7 @@ def install(package: ModuleType) -> None:
             "DecodingBaseConfig": DecodingSection11
             if DECODING_TYPE in LACKS[api.version]
             else EagleDecodingConfig,
-            "TorchLlmArgs": SimpleNamespace(model_fields=dict.fromkeys(fields)),
+            "TorchLlmArgs": args_model(LACKS[api.version]),
         },
         "executor": {},
         "executor.utils": {

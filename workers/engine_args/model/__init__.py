@@ -1,5 +1,5 @@
 """The arguments that an engine may have, and how layers of them are merged.
 
-Owns their names, types, ranges and defaults, which are those of TensorRT-LLM. Imports nothing of ours.
-Stands apart from the double's own arguments: a test compares the two.
+Owns what is known of them by version, the model of those that rules read, and where each value came from.
+Imports `runtime`. Promises: no rule is here, and no version but that of its facts is preferred.
 """

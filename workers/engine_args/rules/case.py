@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slagate.workers.engine_args.model.facts import EngineFacts
 from slagate.workers.engine_args.model.model import (
     CacheTransceiverSection,
     EngineModel,
@@ -28,6 +29,10 @@ class IntendedUse:
     kv_bytes_per_token: int | None = None
     """KV cache of one token on one rank."""
     engine_version: Version | None = None
+    facts: EngineFacts | None = None
+    """Of its arguments; None: those that are known of the version."""
+    allows_unknown: bool = False
+    """Whether names and choices that are not known are to be taken for a newer engine's."""
     environ: Mapping[str, str] = field(default_factory=dict)  # of the worker's process
 
 

@@ -7,7 +7,6 @@ TensorRT-LLM's own rules were read in `llmapi/llm_args.py`, ids 55143598664 (a l
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from slagate.workers.engine_args.model.model import FIELDS_OF_TYPE
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.engine_args.rules.row import RuleRow, value_at
 from slagate.workers.findings import Finding, error, warning
@@ -215,18 +214,6 @@ ROWS = (
         "name the balancer's file",
     ),
 )
-
-
-def check_fields_of_kind(case: EngineCase) -> Iterator[Finding]:
-    """Yields E706 for each field of another decoding type, which the engine refuses."""
-    if case.drafting is None:
-        return
-    special = {name for fields in FIELDS_OF_TYPE.values() for name in fields}
-    for name in sorted(special - FIELDS_OF_TYPE.get(case.draft_kind, frozenset())):
-        if case.has(f"{SECTION}.{name}"):
-            owners = [owner for owner, fields in FIELDS_OF_TYPE.items() if name in fields]
-            text = f"is of {' and '.join(owners)}, and decoding_type is {case.draft_kind}"
-            yield error("E706", f"{SECTION}.{name}", text, "take it out")
 
 
 def check_draft_schedule(case: EngineCase) -> Iterator[Finding]:

@@ -97,7 +97,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("serve --config configs/grids/demo.json --listen 127.0.0.1:0 --admin 127.0.0.1:0"
      " --http 127.0.0.1:0 --insecure --worker-insecure", 2, "pools.decode-tp1.workers: must not be"),
     ("worker check --role agg --extra-engine-args {tmp}/broken.yaml", 2, "line 1: is not YAML"),
-    ("worker check --role agg --extra-engine-args {tmp}/typo.yaml", 1, "did you mean max_batch_size?"),
+    ("worker check --role agg --extra-engine-args {tmp}/typo.yaml", 0, "did you mean max_batch_size?"),
     ("worker check --role agg --extra-engine-args qwen/agg", 2, "qwen3/agg"),
     ("worker check --role agg", 2, "--extra-engine-args is missing"),
     ("recompute {tmp}/gone.jsonl", 2, "gone.jsonl: No such file or directory"),
