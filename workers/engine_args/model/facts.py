@@ -145,7 +145,7 @@ class EngineFacts:
         name = value.get(tag)
         if tag not in value and tag not in _INFERRED_TAGS:
             yield FactProblem("missing", f"{place}.{tag}", None)
-        elif tag in value and name not in kinds:
+        elif tag in value and name not in list(kinds):
             yield FactProblem("choice", f"{place}.{tag}", name, choices=tuple(kinds))
         of_kind = kinds.get(name) if isinstance(name, str) else None
         rest = {key: one for key, one in value.items() if key != tag}

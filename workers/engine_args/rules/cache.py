@@ -59,14 +59,14 @@ ROWS = (
             and case.cache.enable_block_reuse
             and not case.cache.event_buffer_max_size
         ),
-        "is 0: no KV events, so prefix routing cannot know what is cached",
-        "set it to 100000, or route without prefixes",
+        "is 0: no KV events for prefix routing",
+        "set it, or route by load",
     ),
     RuleRow(
         "note E602 kv_cache_config.enable_block_reuse",
         lambda case: case.wanted.prefix_routing and not case.cache.enable_block_reuse,
-        "is false, so nothing is cached for prefix routing to find",
-        "set it to true, or route without prefixes",
+        "is false: prefix routing finds nothing",
+        "set it, or route by load",
     ),
     RuleRow(
         "note E604 kv_cache_config.free_gpu_memory_fraction",

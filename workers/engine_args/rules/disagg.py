@@ -62,8 +62,8 @@ ROWS = (
     RuleRow(
         "note E208 cache_transceiver_config",
         lambda case: case.role == "agg" and case.transceiver,
-        "is there: an aggregated worker hands nothing over, and still sets memory aside for it",
-        f"take {SECTION} out",
+        "is there, and an aggregated worker hands nothing over",
+        "take it out",
     ),
     # executor/worker.py, up to 1.2
     RuleRow(
@@ -181,7 +181,7 @@ def check_transfer_buffer(case: EngineCase) -> Iterator[Finding]:
     if buffer is None and not ((context or 0) % block or case.is_known_before(SIZED_BY_CONTEXT)):
         size = f"{case.args.up_to_blocks(said)}, " if said else ""
         put = warning if (context or 0) > LONG_CONTEXT_TOKENS else note
-        text = f"is missing: it is sized by the longest sequence, {_memory(case)}"
+        text = f"is missing: it holds the longest sequence, {_memory(case)}"
         yield put("E204", BUFFER, text, f"set it to {size}the longest prompt in whole KV blocks")
     elif buffer and buffer % block:
         # "auto", said in so many words, may come to the transceiver in Python.
