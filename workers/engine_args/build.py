@@ -183,7 +183,7 @@ def _replaced(merged: Merged) -> list[Finding]:
     options, forced = [], []
     for key, old, old_source, new, new_source in merged.replaced:
         if new_source == FORCED and old_source != DEFAULT:
-            text = f"is {in_brief(old)} by {old_source}, and is always {in_brief(new)} here"
+            text = f"is {in_brief(old)}, and always {in_brief(new)} here"
             forced.append(note("E108", key, text, "take it out"))
         elif new_source not in (FORCED, COMMAND_LINE) and old_source.startswith(_OPTIONS):
             place = "on the command line" if old_source == COMMAND_LINE else f"by {old_source}"
@@ -208,8 +208,8 @@ def _prune(merged: Merged, role: str, version: tuple[int, int] | None) -> list[F
     if role == "encode":
         keys = [key for key in merged.values if key not in ENCODER_ARGUMENTS]
         if keys:
-            text = f"is not what Dynamo's worker passes on to an encoder{_and_so(keys)}"
-            advice = f"it is passed on; sure to have an effect: {', '.join(ENCODER_ARGUMENTS)}"
+            text = f"is passed on to the encoder, which Dynamo's worker does not{_and_so(keys)}"
+            advice = "leave out what has no effect on an encoder"
             findings.append(warning("E805", keys[0], text, advice))
     return findings
 

@@ -60,6 +60,8 @@ class _Judgement:
             if any(problem is None for problem in told):
                 continue
             known = [problem for problem in told if problem and problem.kind != "unknown"]
+            if known and known[-1].is_soft and allow_unknown:
+                continue
             if known:
                 yield self._of_value(known[-1], allow_unknown=allow_unknown)
             elif (problem := told[-1]) and problem.place == place and not allow_unknown:

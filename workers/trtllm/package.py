@@ -130,9 +130,7 @@ def judge_arguments(package: EnginePackage, values: Mapping[str, Any]) -> None:
     try:
         package.TorchLlmArgs(**values)
     except ValidationError as error:
-        raise UsageError(
-            f"engine arguments: tensorrt_llm {package.version} says: {error}"
-        ) from error
+        raise UsageError(f"tensorrt_llm {package.version} says: {error}") from error
     except Exception:
         log.debug("engine.arguments_not_judged", exc_info=True)
 

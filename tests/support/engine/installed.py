@@ -15,6 +15,7 @@ from slagate.workers.engine_args.build import EngineArgs
 from slagate.workers.serving.start import Started, TrtllmOptions, identity_of
 from slagate.workers.trtllm.package import (
     constructor_values,
+    judge_arguments,
     load_package,
     with_telemetry_choice,
 )
@@ -52,5 +53,7 @@ def started(options: TrtllmOptions) -> Started:
     """What `start_engine` gives, without its threads: for virtual time."""
     package = load_package()
     values = with_telemetry_choice(options.args.values, package, dict(os.environ))
-    llm = package.LLM(**constructor_values(package, values))
+    taken = constructor_values(package, values)
+    judge_arguments(package, taken)
+    llm = package.LLM(**taken)
     return Started(package, llm, identity_of(llm, package, options, instance_id="self"))

@@ -1,7 +1,7 @@
 """The arguments of `tensorrt_llm.LLM` that rules read, with the newest version's defaults.
 
 A section is the model of a nested argument. What a name, type or choice may be is not judged here:
-`engine_args/facts.py` has that by version. A value that a rule could not compute with is left out.
+`facts.py` has that by version. A value that a rule could not compute with is left out.
 """
 
 import math

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from slagate.router.commands import cli
 from slagate.workers.engine_args.build import build_engine_args
+from slagate.workers.engine_args.check import JUDGED_BY_ENGINE
 from slagate.workers.engine_args.model.facts import (
     facts_of_version,
     known_versions,
@@ -17,6 +18,7 @@ from slagate.workers.engine_args.model.facts import (
 )
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.runtime.usage import UsageError
+from slagate.workers.trtllm.package import judge_arguments, load_package
 from support.engine.installed import installed
 
 VERSIONS = ("1.1", "1.2", "1.3rc", "1.4rc")
@@ -143,3 +145,25 @@ def test_choices_and_mappings() -> None:
         ("unknown", "sleep_config.restore_modes.nowhere"),
         ("choice", "sleep_config.restore_modes.model"),
     ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_installed_package_judges_before_anything_is_loaded(version: str) -> None:
+    values: dict[str, Any] = {"model": "m", "kv_cache_config": {"free_gpu_memory_fraction": 1.5}}
+    with installed(version):
+        package = load_package()
+        judge_arguments(package, {"model": "m", "max_batch_size": "16"})
+        with pytest.raises(UsageError, match=f"tensorrt_llm {version} says: (?s:.*)fraction"):
+            judge_arguments(package, values)
+        with pytest.raises(UsageError, match="no_such_argument"):
+            judge_arguments(package, {"model": "m", "no_such_argument": 1})
+        judge_arguments(package, {"backend": "_autodeploy", "no_such_argument": 1})
+
+
+def test_what_the_engine_judges_stops_no_start_by_our_facts() -> None:
+    args = build_engine_args(
+        role="agg", cli={"moe_config": {"backend": "BRAND_NEW"}}, extra=None, override=None
+    )
+    with pytest.raises(UsageError, match="E104"):
+        args.refuse_errors()
+    args.refuse_errors(but=JUDGED_BY_ENGINE)
