@@ -5,8 +5,8 @@ not know; 1.2, id 1090804222, warns of both. Tiers and pools: the validators nex
 """
 
 import math
+import os.path
 from collections.abc import Iterator
-from pathlib import Path
 
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.engine_args.rules.row import RuleRow
@@ -118,7 +118,7 @@ ROWS = (
         lambda case: (
             case.cache.disk_cache_size
             and case.cache.disk_cache_path
-            and not Path(case.cache.disk_cache_path).is_dir()
+            and not os.path.isdir(case.cache.disk_cache_path)
         ),
         "names {value}, which is no folder here; the engine does not start without it",
         "make it on the worker's machine",

@@ -4,8 +4,8 @@ TensorRT-LLM's own rules were read in `llmapi/llm_args.py`, ids 55143598664 (a l
 7019226376 (an early one) and 1090804222 (1.2), in the validators of the classes that are named.
 """
 
+import os.path
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.engine_args.rules.row import RuleRow, value_at
@@ -202,7 +202,7 @@ ROWS = (
         "note E802 moe_config.load_balancer",
         lambda case: (
             isinstance(case.args.moe_config.load_balancer, str)
-            and not Path(case.args.moe_config.load_balancer).is_file()
+            and not os.path.isfile(case.args.moe_config.load_balancer)
         ),
         "names {value}, which is no file here; the engine does not start without it",
         "name a file that the worker's machine has, by its full path",

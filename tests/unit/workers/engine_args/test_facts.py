@@ -167,3 +167,12 @@ def test_what_the_engine_judges_stops_no_start_by_our_facts() -> None:
     with pytest.raises(UsageError, match="E104"):
         args.refuse_errors()
     args.refuse_errors(but=JUDGED_BY_ENGINE)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
+def test_a_path_that_no_system_has_is_a_finding_like_any_other(name: str) -> None:
+    """Longer than a name may be, or with a character that none may have."""
+    cache = {"disk_cache_size": 100, "disk_cache_path": name}
+    values = {"kv_cache_config": cache, "moe_config": {"load_balancer": name}}
+    args = build_engine_args(role="agg", cli={}, extra=None, override=json.dumps(values))
+    assert {"E608", "E802"} <= {finding.code for finding in args.findings}
