@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from slagate.workers.runtime.virtual_loop import run
 from support.gateway.call_counts import count_calls
-from support.virtual_loop import run
 
 
 def measure(folder: Path) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from slagate.router.loadgen.trace import TraceRequest, load_trace, prompt_tokens
+from slagate.workers.kv_transfer.memory import MemoryExchange
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.sim.kv_cache.blocks import continuation
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.request import DisaggregatedParams, SamplingParams
-from support import virtual_loop
 from support.engine.sim_llm import MODEL, llm, until
-from support.kv.memory import MemoryExchange
 
 ROUNDS = 5
 RUNNING = 32

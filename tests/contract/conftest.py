@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
-from support import virtual_loop
+from slagate.workers.runtime import virtual_loop
 from support.engine.process import SharedWorkers
 from support.limits import HANG_S
 from support.worker.contract import DIRECT, PROCESS, SERVED, Play, Scenario, Setup

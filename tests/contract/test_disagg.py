@@ -12,14 +12,14 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.kv_transfer.memory import MemoryExchange, MemoryTransport
 from slagate.workers.kv_transfer.transport import Blocks, Done
 from slagate.workers.legs import decode_leg
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.sim.api import VERSIONS, Llm11
 from slagate.workers.sim.outputs import RequestOutput
-from support import virtual_loop
 from support.engine.sim_llm import until
 from support.engine.workers import SimWorker, expected, request, sim
-from support.kv.memory import MemoryExchange, MemoryTransport
 from support.worker.contract import DIRECT, Play, Setup, ask, hand_off, resume, start
 from support.worker.sinks import KeepingSink
 

@@ -11,12 +11,12 @@ import pytest
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
 from slagate.workers.handoff.seal import fingerprint
+from slagate.workers.kv_transfer.memory import MemoryExchange, MemoryTransport
 from slagate.workers.kv_transfer.transport import Done
 from slagate.workers.legs import prefill_leg
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.sim.api import NEWEST
 from support.engine.workers import MODEL, PROFILE, expected, request
-from support.kv.memory import MemoryExchange, MemoryTransport
 from support.limits import HANG_S
 from support.worker.contract import Play, Setup, ask, hand_off, resume, start
 from support.worker.sinks import KeepingSink

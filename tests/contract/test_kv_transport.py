@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from slagate.workers.kv_transfer.memory import MemoryExchange
 from slagate.workers.kv_transfer.nixl.nixl import NixlTransport
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.kv_transfer.transport import KvTransferError, KvTransport
-from support.kv.memory import MemoryExchange
 from support.kv.processes import (
     BLOCK_BYTES,
     Here,

@@ -8,8 +8,8 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.logits.processors import LogitsProcessors, RequestedProcessor
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.sim.args import END_ID
-from support import virtual_loop
 from support.engine.workers import expected, request
 from support.worker.contract import DIRECT, Play, Setup, ask, hand_off, resume
 

@@ -17,11 +17,11 @@ from anyio.abc import TaskGroup
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import Status
+from slagate.workers.kv_transfer.memory import MemoryExchange
 from slagate.workers.legs import decode_leg, prefill_leg
-from support import virtual_loop
+from slagate.workers.runtime import virtual_loop
 from support.engine.sim_llm import n_timers, until
 from support.engine.workers import SimWorker, engine_worker, request
-from support.kv.memory import MemoryExchange
 from support.seeds import is_long_run
 
 N_REQUESTS, N_WARM = (50_000, 10_000) if is_long_run() else (4000, 1000)

@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.polls import PolledSource
 from slagate.workers.trtllm.metrics import Observer
 from slagate.workers.trtllm.poll import is_polled_by_call
-from support import virtual_loop
 from support.engine.sim_llm import prompt_of, until
 from support.engine.workers import engine_worker, expected, request
 from support.limits import HANG_S

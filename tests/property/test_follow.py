@@ -19,6 +19,7 @@ from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.feed import KvFeed
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.kv_cache.blocks import (
     TOKEN_BYTES,
     CachePrompt,
@@ -30,7 +31,6 @@ from slagate.workers.sim.kv_cache.cache import Allocation, SimKvCache
 from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
 from support.kv.followed import Followed, depth_of, followed, info
 from support.seeds import each_seed
-from support.virtual_loop import run
 from support.worker.fake import FakeWorker
 
 BLOCK_TOKENS = 4

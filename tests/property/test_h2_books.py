@@ -6,9 +6,9 @@ import anyio
 
 from slagate.proto.http2.connection import ConnectionState, H2Connection, H2Stream
 from slagate.proto.http2.interfaces import Headers, Http2Settings, StreamEnd
+from slagate.workers.runtime.virtual_loop import run
 from support.http2.memory_transport import MemoryTransport, joined
 from support.seeds import each_seed
-from support.virtual_loop import run
 
 N_SEEDS = 150
 N_STEPS = 60

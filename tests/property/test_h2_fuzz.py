@@ -9,11 +9,11 @@ import anyio
 from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.status import OK
 from slagate.workers.client.client import WorkerClient
+from slagate.workers.runtime.virtual_loop import VirtualLoop, run
 from support.http2.fuzz import PREFACE, Replay, frames, spoilt_client, spoilt_server
 from support.http2.memory_transport import MemoryTransport, Network, joined
 from support.http2.peer import ANSWER, PeerServer, PeerStream, echo
 from support.seeds import each_seed, n_seeds_of
-from support.virtual_loop import VirtualLoop, run
 from support.worker.bytes_sink import BytesSink
 
 N_INPUTS = 500

@@ -6,6 +6,7 @@ import anyio.lowlevel
 
 from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.feed import KvFeed
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.kv_cache.blocks import (
     TOKEN_BYTES,
     CachePrompt,
@@ -17,7 +18,6 @@ from slagate.workers.sim.kv_cache.cache import Allocation, SimKvCache
 from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
 from support.kv.mirror import KvMirror, KvStream
 from support.seeds import each_seed
-from support.virtual_loop import run
 
 SEEDS = {salt: seed_state("m", salt) for salt in ("", "s")}
 BLOCK_TOKENS = 3

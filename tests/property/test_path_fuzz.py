@@ -15,6 +15,7 @@ from slagate.proto.rpc.status import OK
 from slagate.router.front.server import Front
 from slagate.router.request.settings import ClientLimits, Settings
 from slagate.workers.client.client import WorkerClient
+from slagate.workers.runtime.virtual_loop import VirtualLoop, run
 from support.builders import finished, request, token
 from support.gateway.request_path import Bench, bench
 from support.http2.fuzz import PREFACE, Replay, frames, spoilt_client, spoilt_server
@@ -22,7 +23,6 @@ from support.http2.memory_transport import Network, joined
 from support.http2.peer import PeerServer
 from support.http2.worker import Http2Server, Http2Worker, over_http2, tapped
 from support.seeds import each_batch, n_seeds_of
-from support.virtual_loop import VirtualLoop, run
 from support.worker.bytes_sink import BytesSink
 from support.worker.fake import HANG, FakeWorker, Script, Wait, refusal
 

@@ -8,13 +8,13 @@ from typing import Any
 import anyio
 import pytest
 
+from slagate.workers.kv_transfer.memory import MemoryExchange
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import SamplingParams, SchedulingParams
 from support.engine.sim_llm import CONTEXT_ONLY, PROFILE, expected, llm, n_timers, prompt_of, until
-from support.kv.memory import MemoryExchange
 from support.seeds import n_in
-from support.virtual_loop import run
 
 N_REQUESTS = 60
 

@@ -13,7 +13,7 @@ from slagate.proto.rpc.sinks import Sink
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.router.request.settings import Settings
 from slagate.router.services.admin import AdminService
-from support import virtual_loop
+from slagate.workers.runtime import virtual_loop
 from support.gateway.context import Context
 from support.gateway.reloads import Nowhere
 from support.gateway.simulation import Fleet, Plan, Seen, fleet_file, running, simulate

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from slagate.router.receipts.ring import ReceiptRing
-from support import virtual_loop
+from slagate.workers.runtime import virtual_loop
 from support.gateway.simulation import Plan, running, simulate
 from support.tracked import tracked
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from support import virtual_loop
+from slagate.workers.runtime import virtual_loop
 from support.gateway.simulation import Plan, Seen, check_idle, check_tokens, running, simulate
 from support.seeds import n_in, n_seeds_of
 

@@ -11,7 +11,7 @@ from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.router.request.settings import Settings
-from support import virtual_loop
+from slagate.workers.runtime import virtual_loop
 from support.engine.workers import request
 from support.gateway.simulation import (
     Fleet,

@@ -12,9 +12,9 @@ import pytest
 from slagate.pools.fleet_file.load import parse_config
 from slagate.router.app import build
 from slagate.router.request.settings import Settings
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
-from support import virtual_loop
 from support.engine.workers import sim
 from support.gateway.shared import Opened, peers_of
 from support.gateway.simulation import (

@@ -21,9 +21,9 @@ from slagate.router.receipts.config import read_config
 from slagate.router.receipts.recompute import decide_again
 from slagate.router.reload.reload import Reloaded
 from slagate.router.request.settings import Settings
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.runtime.cooperative import run_cooperatively
 from slagate.workers.worker import Worker
-from support import virtual_loop
 from support.gateway.simulation import (
     Fleet,
     Plan,

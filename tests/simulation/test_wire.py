@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from support import virtual_loop
+from slagate.workers.runtime import virtual_loop
 from support.gateway.simulation import Plan, Seen, check_tokens
 from support.gateway.wire_simulation import check_wire, play, wired
 from support.seeds import n_seeds_of

@@ -29,6 +29,7 @@ from slagate.workers.serving.serve import FLUSH_S, metrics_served, tell_ready, u
 from slagate.workers.sim.api import NEWEST, SimApi, sim_api
 from slagate.workers.sim.args import END_ID, LACKS, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.llm import SimLLM
+from slagate.workers.sim.timing import Conditions
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following
 from slagate.workers.trtllm.engine import ask_kv_capacity
@@ -75,6 +76,7 @@ class SimOptions:
     handoff_key_file: Path | None = None
     api: str = NEWEST
     logits: LogitsProcessors = field(default_factory=LogitsProcessors)
+    conditions: Conditions = field(default_factory=Conditions)
 
     def load_tp_profile(self) -> TpProfile:
         """The model's timings and capacity, with `kv_blocks`. Raises `ProfileError`."""
@@ -192,6 +194,7 @@ def _sim_llm(
                 node_id=place[0],
                 process_id=place[1] % 64,
                 instance_salt=instance_id.encode(),
+                conditions=options.conditions,
             ),
         )
     except ValueError as error:

@@ -6,7 +6,7 @@ configurations are strict, and may come as a dict. `SimSettings` has what a real
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import isdir
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +23,7 @@ from pydantic import (
 from slagate.workers.kv_transfer.transport import KvTransport
 from slagate.workers.profiles.profile import TpProfile
 from slagate.workers.sim.sampling import LogprobForm
+from slagate.workers.sim.timing import Conditions
 
 VOCAB_SIZE = 128_256
 """The default number of tokens in the vocabulary: Llama 3's."""
@@ -411,6 +412,7 @@ class SimSettings:
     logprob_form: LogprobForm = "dict"
     handoff_on_stop: bool = False
     prefers_cache_v2: bool = True
+    conditions: Conditions = field(default_factory=Conditions)
 
     def __post_init__(self) -> None:
         if not self.vocab_size > 0:

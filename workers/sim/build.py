@@ -76,6 +76,7 @@ def build_engine(
         # Without a limit TensorRT-LLM keeps a handoff until it is fetched.
         handoff_timeout_s=math.inf if timeout_ms is None else timeout_ms / 1000,
         disagg_ids=DisaggIds(settings.node_id, settings.process_id),
+        conditions=settings.conditions,
     )
 
 

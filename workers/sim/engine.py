@@ -22,7 +22,7 @@ from slagate.workers.sim.rank import Iteration, RankGroup, SimRank
 from slagate.workers.sim.request import RequestError
 from slagate.workers.sim.sequence import EngineLimits, SimSequence
 from slagate.workers.sim.stats import StatsQueue, iteration_record
-from slagate.workers.sim.timing import EngineTiming
+from slagate.workers.sim.timing import Conditions, EngineTiming
 
 # After a loop that woke late the next iteration starts where the last one should have ended, so that timer
 # resolution (uvloop: 1 ms) does not add up. A loop stuck for longer does not catch up in a burst.
@@ -48,6 +48,7 @@ class SimEngine:
         disagg_ids: DisaggIds,
         events: KvEventQueue,
         stats: StatsQueue,
+        conditions: Conditions,
     ) -> None:
         self.ranks = ranks
         self.group = RankGroup(ranks, limits)
@@ -71,9 +72,11 @@ class SimEngine:
                 limits=limits,
                 ready=partial(self._guarded, self._finish_pull),
                 refused=self._refuse,
+                connect_s=conditions.connect_s,
             )
         self._limits = limits
         self._timing = timing
+        self._step_factor = conditions.step_factor
         self._iteration: Iteration | None = None
         self._wake: asyncio.Handle | None = None
         self._n_iterations = 0
@@ -155,7 +158,8 @@ class SimEngine:
             self.group.flush()
             return
         # Ranks meet at the end of each iteration: the slowest one sets the pace.
-        ends_s = now_s + max([step.seconds(self._timing) for step in steps])
+        seconds = max([step.seconds(self._timing) for step in steps])
+        ends_s = now_s + seconds * (1.0 if self._step_factor is None else self._step_factor(now_s))
         timer = asyncio.get_running_loop().call_at(ends_s, self._guarded, self._finish_iteration)
         self._iteration = Iteration(now_s, ends_s, steps, timer)
 

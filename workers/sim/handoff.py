@@ -23,7 +23,6 @@ from slagate.workers.runtime.waiting import UntilEmpty
 from slagate.workers.sim.kv_cache.blocks import (
     STATE_BYTES,
     block_contents,
-    next_token,
     state_of,
     verify,
 )
@@ -58,6 +57,11 @@ class DisaggIds:
         self._last = max(ms << 10, self._last + 1)
         ms, count = self._last >> 10, self._last & 1023
         return (ms << 24 | self._place << 10 | count) % _ID_SPACE + MIN_GLOBAL_ID
+
+
+def worker_of(disagg_id: int) -> int:
+    """The node and process that made an id of `DisaggIds`, as one number."""
+    return (disagg_id - MIN_GLOBAL_ID) >> 10 & 0x3FFF
 
 
 class OpaqueState(NamedTuple):
@@ -255,8 +259,12 @@ class Pulls:
         limits: EngineLimits,
         ready: Callable[[SimSequence, int], None],
         refused: Callable[[SimSequence, KvTransferError], None],
+        connect_s: float = 0.0,
     ) -> None:
+        """The first transfer from each prefill worker takes `connect_s` longer."""
         self.n_mismatches = 0
+        self._connect_s = connect_s
+        self._peers: set[int] = set()
         self._transport = transport
         self._timing = timing
         self._limits = limits
@@ -272,9 +280,13 @@ class Pulls:
         except KvTransferError as error:
             self._refused(sequence, error)
             return
-        timer = asyncio.get_running_loop().call_at(
-            now_s + self._timing.transfer_s(sequence.n_prompt), self._time_is_over, sequence
-        )
+        ends_s = now_s + self._timing.transfer_s(sequence.n_prompt)
+        assert sequence.params is not None
+        peer = worker_of(getattr(sequence.params, "disagg_request_id", None) or 0)
+        if peer not in self._peers:
+            self._peers.add(peer)
+            ends_s += self._connect_s
+        timer = asyncio.get_running_loop().call_at(ends_s, self._time_is_over, sequence)
         self._pulls[sequence] = _SimPull(now_s, opaque.first_token, timer)
         self._transport.pull(opaque.descriptor, partial(self._bytes_are_there, sequence))
 
@@ -372,9 +384,11 @@ class Pulls:
             raise KvMismatchError(
                 f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"
             )
-        follows = next_token(state_of(blocks[-1]), self._limits.vocab_size) == first_token
         # A token that logits processors changed does not follow from the prompt's blocks.
-        if not follows and not sequence.processors:
+        follows = sequence.processors or first_token == sequence.draw(
+            state_of(blocks[-1]), self._limits.vocab_size
+        )
+        if not follows:
             raise KvTransferError(f"first token {first_token} does not follow from the blocks")
         n_full = sequence.n_prompt // self._limits.block_tokens
         parent = state_of(blocks[n_full - 1]) if n_full else sequence.prompt.seed

@@ -42,6 +42,13 @@ class EngineLimits:
     tokens_per_step: int = 1
 
 
+class Answer(NamedTuple):
+    """How many tokens the model's answer to a prompt has, and the end of text that is the last of them."""
+
+    n_tokens: int
+    end_id: int
+
+
 class CacheContent(NamedTuple):
     """Tokens in the cache, packed, and the states of the full blocks that they fill."""
 
@@ -55,6 +62,7 @@ class SimSequence:
 
     `branch` is its index among the parallel outputs of the request. The others have the sequence of branch
     0 in `first`, run on its rank and reuse its prompt. `rank_wanted` without `rank_strict` is a preference.
+    With an `answer` the end of text is its last token and no other one.
     `kv_tokens` counts tokens in the cache, where the newest generated one is not yet.
     """
 
@@ -70,6 +78,7 @@ class SimSequence:
     rank_wanted: int | None = None
     rank_strict: bool = False
     processors: tuple[SimLogitsProcessor, ...] = ()
+    answer: Answer | None = None
 
     rank: int | None = None
     allocation: Allocation | None = None
@@ -120,6 +129,12 @@ class SimSequence:
         a processor that changes nothing, or all of them alike, changes no answer.
         """
         token = next_token(state, vocab_size, self.branch)
+        if self.answer is not None:
+            n_tokens, end_id = self.answer
+            if len(self.generated) + 1 == n_tokens:
+                token = end_id
+            elif token == end_id:
+                token = (token + 1) % vocab_size
         if not self.processors:
             return token
         # As the engine passes them: f32[1, beams, vocabulary].

@@ -21,7 +21,7 @@ from slagate.workers.sim.request import (
     SimLogitsProcessor,
 )
 from slagate.workers.sim.sampling import LogprobMaker, StopRules, StopWord
-from slagate.workers.sim.sequence import SimSequence
+from slagate.workers.sim.sequence import Answer, SimSequence
 from slagate.workers.sim.tokenizer import SimTokenizer
 
 log = logging.getLogger(__name__)
@@ -116,12 +116,19 @@ class RequestChecker:
             rank_wanted=None if scheduling is None else scheduling.attention_dp_rank,
             rank_strict=scheduling is not None and scheduling.attention_dp_relax is False,
             processors=_processors(sampling),
+            answer=self._answer(prompt, sampling),
         )
         others = [
             replace(first, feed=feed, branch=feed.index, first=first, generated=[])
             for feed in result.feeds[1:]
         ]
         return [first, *others]
+
+    def _answer(self, prompt: PromptTokens, sampling: SamplingParams12) -> Answer | None:
+        answer_tokens = self.settings.conditions.answer_tokens
+        if answer_tokens is None or sampling.end_id is None:
+            return None
+        return Answer(answer_tokens(prompt.packed), sampling.end_id)
 
     def prompt_of(self, inputs: Any, *, pulls: bool = False) -> PromptTokens:
         """Reads text, token ids (also as an int32 array), a dict of either, or preprocessed inputs.

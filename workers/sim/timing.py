@@ -1,7 +1,7 @@
 """How long the simulated engine takes: iteration and transfer seconds from a measured profile."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,21 @@ class PrefillChunk(NamedTuple):
     new_tokens: int
     earlier_tokens: int
     reused_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What an engine meets in operation and no profile says. By default nothing.
+
+    An iteration that starts at `now_s`, on the loop's clock, takes `step_factor(now_s)` times its seconds.
+    The first transfer from each prefill worker takes `connect_s` longer, as it does where workers have to
+    connect. `answer_tokens` says of a prompt, packed as uint32, how many tokens the model's answer has: the
+    last one is the end of text. Without it that comes by chance.
+    """
+
+    step_factor: Callable[[float], float] | None = None
+    connect_s: float = 0.0
+    answer_tokens: Callable[[bytes], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,8 @@ class Poller:
         polled = self._poll.read() if thread is None else await self._answer(thread)
         if inspect.isawaitable(polled) and not hasattr(polled, "__aiter__"):
             polled = await polled
+        if polled == []:  # as nearly always
+            return False
         unread: deque[Any] = deque()
         part: list[Any] = []
         work = n_read = 0

@@ -10,6 +10,7 @@ import pytest
 
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.profiles.profile import load_profile
+from slagate.workers.runtime.virtual_loop import VirtualLoop
 from slagate.workers.sim.api import NEWEST, sim_api
 from slagate.workers.sim.args import SimSettings
 from slagate.workers.sim.kv_cache.blocks import continuation
@@ -17,7 +18,6 @@ from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.polls import IterationResult
 from slagate.workers.sim.request import DisaggregatedParams, DisaggregatedParams12, RequestError
-from support.virtual_loop import VirtualLoop
 
 MODEL = "m"
 VOCAB = 5000

@@ -9,7 +9,7 @@ from types import FrameType
 
 import anyio
 
-from support import virtual_loop
+from slagate.workers.runtime import virtual_loop
 from support.gateway.simulation import Plan
 from support.gateway.wire_simulation import play, wired
 

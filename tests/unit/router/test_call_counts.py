@@ -1,7 +1,7 @@
 """A request's way through the code, in Python calls and changes of module: it gets no longer unnoticed."""
 
+from slagate.workers.runtime.virtual_loop import run
 from support.gateway.call_counts import Count, count_calls
-from support.virtual_loop import run
 
 NEWEST = {
     "to_first_token": Count(281, 179),

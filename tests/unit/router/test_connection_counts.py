@@ -8,11 +8,11 @@ from prometheus_client import CollectorRegistry
 from slagate.proto.rpc.status import OK
 from slagate.router.metrics import ConnectionCounts, ConnectionEnd, RefusedConnection
 from slagate.router.request.settings import ClientLimits, Settings
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import finished, token
 from support.gateway.front_path import Served, served
 from support.http2.memory_transport import joined
 from support.http2.raw import HELLO, PING, RawClient, frame
-from support.virtual_loop import run
 
 
 def figures(s: Served) -> dict[str, float]:

@@ -14,9 +14,9 @@ from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import choose
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import ask, fleet, one_cell, pool_view, request, rng, view
 from support.gateway.request_path import bench
-from support.virtual_loop import run
 
 
 def exercised() -> Metrics:

@@ -20,6 +20,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK
 from slagate.router.request.settings import Settings
 from slagate.workers.client.client import WorkerClient
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import config, finished, request, token
 from support.gateway.front_path import served
 from support.gateway.grpc_gateway import Order, aio_worker, whole
@@ -29,7 +30,6 @@ from support.http2.memory_transport import Network
 from support.http2.peer import PeerServer
 from support.limits import HANG_S
 from support.seeds import n_in
-from support.virtual_loop import run
 from support.worker.bytes_sink import BytesSink
 from support.worker.fake import Script, Wait
 

@@ -13,10 +13,10 @@ from slagate.pools.inflight.table import State, Work
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.worker import SCHEMA_RELEASE
 from support.builders import MODEL, model_info
 from support.fleet.watched import LOOK_S, first, watched
-from support.virtual_loop import run
 from support.worker.fake import ROLES, FakeWorker
 
 UNAVAILABLE = Status(

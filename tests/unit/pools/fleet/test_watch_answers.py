@@ -8,9 +8,9 @@ from slagate.pools.fleet.watch import PROBE_LIMIT_S
 from slagate.pools.inflight.table import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import MODEL
 from support.fleet.watched import LOOK_S, first, watched
-from support.virtual_loop import run
 from support.worker.fake import FakeWorker
 
 OF_A_LATER_REVISION = 9

@@ -18,6 +18,7 @@ from slagate.pools.kv_events.decode import (
 )
 from slagate.pools.prefix.trie import Root
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.runtime.virtual_loop import run
 from support.kv.followed import (
     BLOCK_TOKENS,
     CLEARED,
@@ -33,7 +34,6 @@ from support.kv.followed import (
     stored,
     tokens_of,
 )
-from support.virtual_loop import run
 from support.worker.fake import HANG, FakeWorker
 
 GPU, CPU, DISK = (

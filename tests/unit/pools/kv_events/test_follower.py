@@ -13,6 +13,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import OK, Metadata, Status
 from slagate.workers.kv_events.rank_state import MAX_OLD
+from slagate.workers.runtime.virtual_loop import run
 from support.kv.followed import (
     CLEARED,
     EPOCH_S,
@@ -26,7 +27,6 @@ from support.kv.followed import (
     saying,
     stored,
 )
-from support.virtual_loop import run
 from support.worker.fake import HANG, FakeWorker, Script
 
 SNAPSHOT: Script = (batch(4, CLEARED, stored(1, 2)),)

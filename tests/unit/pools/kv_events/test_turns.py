@@ -14,6 +14,7 @@ from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.runtime.cooperative import CooperativeScheduler
+from slagate.workers.runtime.virtual_loop import run
 from support.kv.followed import (
     BLOCK_TOKENS,
     CLEARED,
@@ -26,7 +27,6 @@ from support.kv.followed import (
     stored,
 )
 from support.seeds import n_in
-from support.virtual_loop import run
 from support.worker.fake import HANG, FakeWorker
 
 MOST_BLOCKS = 2048 // BLOCK_TOKENS

@@ -10,10 +10,10 @@ from slagate.pools.fleet.watch import watch_fleet
 from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import config, rng
 from support.fleet.watched import LOOK_S, healthy
 from support.kv.followed import BLOCK_TOKENS, CLEARED, batch, stored, unix_s
-from support.virtual_loop import run
 from support.worker.fake import HANG, ROLES, FakeWorker, connector
 
 

@@ -16,10 +16,10 @@ from slagate.pools.prefix.overlap import HISTORY_S
 from slagate.pools.prefix.predictions import Predictions
 from slagate.pools.prefix.trie import Root
 from slagate.router.receipts.ring import ReceiptRing
+from slagate.workers.runtime.virtual_loop import run
 from support.gateway.request_path import DECODE_OK, PREFILL_OK, Bench, bench
 from support.seeds import n_in
 from support.tracked import allocated, tracked
-from support.virtual_loop import run
 from support.worker.fake import refusal
 
 N_PROMPTS, N_BRANCHES, RUN_BLOCKS = 100, 10, 10

@@ -26,10 +26,10 @@ from slagate.proto.http2.engine import (
 from slagate.proto.http2.interfaces import Headers, Http2Settings, StreamEnd
 from slagate.proto.rpc.status import OK
 from slagate.workers.client.client import WorkerClient
+from slagate.workers.runtime.virtual_loop import run
 from support.http2.memory_transport import Network
 from support.http2.peer import PeerServer, PeerStream
 from support.seeds import each_seed
-from support.virtual_loop import run
 from support.worker.bytes_sink import BytesSink
 
 

@@ -3,7 +3,7 @@ import grpc
 
 from slagate.proto.rpc.sinks import BufferedSink, PauseGate
 from slagate.proto.rpc.status import OK, Status
-from support.virtual_loop import run
+from slagate.workers.runtime.virtual_loop import run
 
 GONE = Status(grpc.StatusCode.UNAVAILABLE, "gone")
 

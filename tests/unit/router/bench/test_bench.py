@@ -48,7 +48,7 @@ from slagate.router.loadgen.loadgen import Progress, ServedRequest, run_callers
 from slagate.router.loadgen.trace import TraceRequest
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.usage import UsageError
-from support.virtual_loop import run
+from slagate.workers.runtime.virtual_loop import run
 
 GPUS = ThroughputUnit("gpu", 4)
 

@@ -15,9 +15,9 @@ from slagate.router.cli.command import EXIT_USAGE, run_to_exit
 from slagate.router.demo.demo import run_demo
 from slagate.router.loadgen.trace import TraceError, load_trace
 from slagate.workers.runtime.usage import ProfileError, UsageError
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.serving.sim import SimOptions, sim_worker
 from support.engine.workers import PROFILE
-from support.virtual_loop import run
 
 
 def failing(error: Exception, *, in_group: bool) -> Coroutine[Any, Any, int]:

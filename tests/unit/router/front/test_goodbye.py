@@ -9,6 +9,7 @@ from slagate.proto.rpc.frames import MessageReader, prefix
 from slagate.proto.rpc.status import OK
 from slagate.router.app import _drain
 from slagate.router.request.settings import Settings
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import finished, request, token
 from support.gateway.front_path import Served, served
 from support.http2.raw import (
@@ -24,7 +25,6 @@ from support.http2.raw import (
     frame,
     frames,
 )
-from support.virtual_loop import run
 from support.worker.fake import HANG, Script, Wait
 
 ANSWER: Script = (token(1), token(2), finished(), OK)

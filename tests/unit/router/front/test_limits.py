@@ -12,6 +12,7 @@ from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM
 from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.status import OK
 from slagate.router.request.settings import ClientLimits, Settings
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import finished, request, token
 from support.gateway.front_path import Served, served
 from support.http2.memory_transport import HIGH_WATER_BYTES
@@ -34,7 +35,6 @@ from support.http2.raw import (
     headers_of,
 )
 from support.seeds import n_in
-from support.virtual_loop import run
 from support.worker.fake import HANG, Script
 
 ANSWER: Script = (token(1), token(2), finished(), OK)

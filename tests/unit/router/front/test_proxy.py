@@ -8,6 +8,7 @@ import pytest
 from slagate.proto.http2.connection import H2Connection
 from slagate.proto.http2.interfaces import CANCEL, Headers, Http2Settings, StreamEnd
 from slagate.proto.rpc.status import OK
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import finished, token
 from support.gateway.front_path import Served, served
 from support.http2.peer import PeerServer, PeerStream
@@ -22,7 +23,6 @@ from support.http2.raw import (
     frame,
     frames,
 )
-from support.virtual_loop import run
 from support.worker.fake import Script
 
 ANSWER: Script = (token(1), finished(), OK)

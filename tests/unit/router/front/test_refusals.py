@@ -10,6 +10,7 @@ from slagate.proto.http2.interfaces import CANCEL, Headers, Http2Settings, Strea
 from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.status import OK
 from slagate.router.request.settings import ClientLimits, Settings
+from slagate.workers.runtime.virtual_loop import VirtualLoop, run
 from support.builders import finished, request, token
 from support.gateway.front_path import Served, served
 from support.http2.memory_transport import joined
@@ -28,7 +29,6 @@ from support.http2.raw import (
     frame,
     frames,
 )
-from support.virtual_loop import VirtualLoop, run
 from support.worker.fake import Script
 
 ANSWER: Script = (token(1), token(2), finished(), OK)

@@ -11,6 +11,7 @@ from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.status import OK
 from slagate.router.front.limits import CHECK_S, FLUSH_S, MOST_S, SlowReaderTimeouts
 from slagate.router.request.settings import Settings
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import finished, request, token
 from support.gateway.front_path import Served, served
 from support.http2.memory_transport import MemoryTransport
@@ -26,7 +27,6 @@ from support.http2.raw import (
     frame,
     frames,
 )
-from support.virtual_loop import run
 from support.worker.fake import Script
 
 PATH = b"/openengine.v1.Inference/Generate"

@@ -17,10 +17,10 @@ from slagate.router.front.client_stream import ClientStream
 from slagate.router.front.limits import FLUSH_S
 from slagate.router.front.server import Front
 from slagate.workers.client.client import WorkerClient
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import finished, request, token
 from support.gateway.request_path import Bench, bench
 from support.http2.memory_transport import Network
-from support.virtual_loop import run
 from support.worker.bytes_sink import BytesSink
 from support.worker.fake import HANG, Script
 

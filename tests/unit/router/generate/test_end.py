@@ -11,9 +11,9 @@ from slagate.proto.rpc.status import OK, Metadata, Status
 from slagate.router.request.errors import RETRY_PUSHBACK, Aborted, Outcome
 from slagate.router.request.settings import Settings
 from slagate.workers.handoff.codec import MAX_OPAQUE_STATE_BYTES
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import MODEL, finished, prefill_ready, put_in, request, session, token
 from support.gateway.request_path import PEER, Answer, Bench, bench
-from support.virtual_loop import run
 from support.worker.fake import HANG, Script, Wait, refusal
 
 Code = grpc.StatusCode

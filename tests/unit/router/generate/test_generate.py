@@ -8,9 +8,9 @@ from slagate.router.legs.active_request import LEG_SLACK_S
 from slagate.router.request.errors import Outcome
 from slagate.router.request.metadata import RECEIPT_TRAILER
 from slagate.workers.legs import CONTEXT_ONLY, REQUEST_TYPE
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import finished, prefill_ready, request, session, token
 from support.gateway.request_path import DECODE_OK, PREFILL_OK, bench
-from support.virtual_loop import run
 from support.worker.fake import Wait
 
 

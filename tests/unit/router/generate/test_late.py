@@ -10,9 +10,9 @@ from slagate.proto.rpc.status import OK
 from slagate.router.legs.active_request import TRAILER_LIMIT_S
 from slagate.router.request.errors import Aborted, Outcome
 from slagate.router.request.running import CancelHandle
+from slagate.workers.runtime.virtual_loop import VirtualLoop, run
 from support.builders import finished, prefill_ready, token
 from support.gateway.request_path import DECODE_OK, PEER, Answer, bench
-from support.virtual_loop import VirtualLoop, run
 from support.worker.fake import HANG, Script, Wait
 
 Code = grpc.StatusCode

@@ -13,9 +13,9 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.legs.active_request import TRAILER_LIMIT_S
 from slagate.router.request.errors import Outcome
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import engine_error, finished, prefill_ready, session, token
 from support.gateway.request_path import DECODE_OK, PREFILL_OK, Bench, bench
-from support.virtual_loop import run
 from support.worker.fake import HANG, Script, Wait, refusal
 
 Code = grpc.StatusCode

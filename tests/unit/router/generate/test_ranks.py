@@ -7,9 +7,9 @@ from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.request.errors import Outcome
 from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import ask, fleet, rng, take_now
 from support.gateway.request_path import bench
-from support.virtual_loop import run
 
 KEYS = {"prefill": "openengine-target-dp-rank", "decode": "x-slagate-dp-rank"}
 

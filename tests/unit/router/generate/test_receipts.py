@@ -13,9 +13,9 @@ from slagate.router.request.errors import Outcome
 from slagate.router.request.metadata import RECEIPT_TRAILER
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime.cooperative import run_cooperatively
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import put_in, request
 from support.gateway.request_path import DECODE_OK, Answer, Bench, bench
-from support.virtual_loop import run
 from support.worker.fake import refusal
 
 Code = grpc.StatusCode

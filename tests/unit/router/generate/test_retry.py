@@ -9,9 +9,9 @@ from slagate.proto.rpc.status import OK, Status
 from slagate.router.request.errors import OUTCOME_OF_WORKER_CODE, RETRY_PUSHBACK, Outcome
 from slagate.router.request.settings import Settings
 from slagate.workers.errors import STATUS_OF_ENGINE_ERROR
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import engine_error, finished, prefill_ready, session, token
 from support.gateway.request_path import DECODE_OK, PREFILL_OK, bench
-from support.virtual_loop import run
 from support.worker.fake import Script, Wait, refusal
 
 Code = grpc.StatusCode

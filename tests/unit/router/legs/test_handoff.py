@@ -15,8 +15,8 @@ from slagate.router.legs.handoff import (
 from slagate.router.metrics import Metrics
 from slagate.router.request.errors import LegFailed
 from slagate.workers.handoff.codec import MAX_OPAQUE_STATE_BYTES
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import engine_error, finished, member, prefill_ready, session, token
-from support.virtual_loop import run
 from support.worker.fake import FakeWorker
 
 Code = grpc.StatusCode

@@ -14,8 +14,8 @@ from slagate.router.legs.leg import LegSink
 from slagate.router.legs.relay import Relay
 from slagate.router.receipts.record import StreamStats
 from slagate.router.request.errors import LegFailed
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import engine_error, finished, prefill_ready, token
-from support.virtual_loop import run
 
 Code = grpc.StatusCode
 

@@ -20,8 +20,8 @@ from slagate.proto.rpc.sinks import BufferedSink
 from slagate.router.legs.relay import Relay, plain_tokens
 from slagate.router.receipts.record import StreamStats
 from slagate.workers.legs import client_id_suffix
+from slagate.workers.runtime.virtual_loop import run
 from support.seeds import n_in
-from support.virtual_loop import run
 from support.worker.bytes_sink import BytesSink
 
 

@@ -23,7 +23,7 @@ from slagate.router.loadgen.loadgen import (
     mismatch,
     run_load,
 )
-from support.virtual_loop import run
+from slagate.workers.runtime.virtual_loop import run
 
 Events = Sequence[oe.GenerateResponse | bytes | Status]
 

@@ -16,11 +16,11 @@ from slagate.router.metrics import Metrics
 from slagate.router.multiprocess.admin import MultiprocessAdminService, watch_all
 from slagate.router.receipts.config import config_message
 from slagate.router.reload.reload import Proposal, Reloader, prepare
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import config
 from support.gateway.context import Aborted, Context
 from support.gateway.reloads import Nowhere
 from support.gateway.shared import Opened
-from support.virtual_loop import run
 
 AGG = gw.STAGE_AGG
 

@@ -27,12 +27,12 @@ from slagate.router.request import errors
 from slagate.router.request.running import RunningRequests
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.workers.runtime.clock import monotonic_s
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import PROFILE, config, fleet, rng
 from support.gateway.context import Aborted, Context
 from support.gateway.running import listed
 from support.gateway.shared import Opened, peers_of
 from support.limits import HANG_S
-from support.virtual_loop import run
 
 
 def place_in(folder: Path, *, n_processes: int = 2) -> ProcessSlot:

@@ -26,9 +26,9 @@ from slagate.router.profiles.measure import (
     measured_content,
 )
 from slagate.workers.profiles.profile import load_profile
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.worker import Worker
-from support import virtual_loop
 from support.engine.workers import MODEL, PROFILE, engine_worker, sim
 
 TP1 = load_profile(PROFILE).tp(1)

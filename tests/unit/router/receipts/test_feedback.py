@@ -6,9 +6,9 @@ import pytest
 from slagate.pools.inflight.table import Work
 from slagate.proto.rpc.status import OK
 from slagate.router.request.errors import Outcome
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import finished, token
 from support.gateway.request_path import bench
-from support.virtual_loop import run
 from support.worker.fake import Wait
 
 

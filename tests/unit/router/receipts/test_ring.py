@@ -12,8 +12,8 @@ from slagate.router.receipts.ring import CHOICE_BYTES, RECEIPT_BYTES, ROW_BYTES,
 from slagate.router.request.errors import Outcome
 from slagate.router.scheduling.policy import NO_CONFIG, Decision, choose
 from slagate.workers.runtime.cooperative import run_at_once, run_cooperatively
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
-from support.virtual_loop import run
 
 CONFIG = gw.GatewayConfig(version="v1")
 

@@ -22,8 +22,8 @@ from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.scheduling.wait_queue import Assignment
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import MODEL, STAGE_NAMES, ask, config, fleet, model_info, rng
-from support.virtual_loop import run
 
 
 def version(name: str) -> gw.GatewayConfig:

@@ -30,13 +30,13 @@ from slagate.router.request.errors import Outcome
 from slagate.router.request.settings import Settings
 from slagate.router.services.admin import AdminService
 from slagate.workers.runtime.cooperative import run_cooperatively
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import PROFILE, config, finished, prefill_ready, request, rng, token
 from support.fleet.watched import LOOK_S
 from support.gateway.context import Context
 from support.gateway.reloads import Nowhere
 from support.gateway.request_path import Bench, bench
 from support.kv.followed import BLOCK_TOKENS, CLEARED, batch, stored, tokens_of
-from support.virtual_loop import run
 from support.worker.fake import HANG, ROLES, FakeWorker, Wait
 
 WORK = Work(10, 0.1, 10)

@@ -5,8 +5,8 @@ import pytest
 
 from slagate.router.request.errors import Aborted, Draining
 from slagate.router.request.running import CancelHandle, RunningRequests
+from slagate.workers.runtime.virtual_loop import run
 from support.gateway.running import listed
-from support.virtual_loop import run
 
 ABORTED = Aborted("aborted by the client")
 DRAINING = Draining("shutting down")

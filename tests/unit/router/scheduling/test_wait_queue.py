@@ -20,9 +20,9 @@ from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import choose_stage
 from slagate.router.scheduling.wait_queue import Assignment
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import MODEL, ask, fleet, model_info, rng
 from support.fleet.files import disagg_file
-from support.virtual_loop import run
 
 
 class Waiting:

@@ -23,11 +23,11 @@ from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.services.admin import AdminService
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import MODEL, config, fleet, request, rng
 from support.fleet.files import disagg_file
 from support.gateway.context import Aborted, Context
 from support.gateway.reloads import Nowhere
-from support.virtual_loop import run
 
 Code = grpc.StatusCode
 CONFIG = gw.GatewayConfig(version="v1", policy="prefix")

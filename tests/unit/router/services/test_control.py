@@ -13,10 +13,10 @@ from slagate.router.request.metadata import PEER
 from slagate.router.request.running import RunningRequests
 from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.services.control import ControlService
+from slagate.workers.runtime.virtual_loop import run
 from support.builders import MODEL, config, fleet, model_info
 from support.gateway.context import Aborted, Context
 from support.gateway.running import listed
-from support.virtual_loop import run
 
 Code = grpc.StatusCode
 

@@ -27,10 +27,10 @@ from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import OK, Status
 from slagate.workers.client.client import WorkerClient
+from slagate.workers.runtime.virtual_loop import run
 from support.http2.memory_transport import Network
 from support.http2.peer import ANSWER, PeerServer, PeerStream, echo
 from support.seeds import n_in
-from support.virtual_loop import run
 from support.worker.bytes_sink import BytesSink
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE

@@ -21,9 +21,9 @@ from slagate.workers.kv_events.feed import (
     KvFeed,
 )
 from slagate.workers.kv_events.fields import BLOCK_WORK, TURN_WORK
+from slagate.workers.runtime.virtual_loop import VirtualLoop, run
 from support.engine.kv_dicts import BLOCK_TOKENS, EngineEvents, block, moved, removed, stored
 from support.kv.mirror import KvMirror, KvStream
-from support.virtual_loop import VirtualLoop, run
 
 LOST = oe.ERROR_CODE_OVERLOADED
 

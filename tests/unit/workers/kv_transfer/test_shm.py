@@ -23,9 +23,9 @@ from slagate.workers.kv_transfer.transport import (
     KvUnavailable,
 )
 from slagate.workers.runtime.cooperative import SLICE_BYTES
+from slagate.workers.runtime.virtual_loop import run
 from support.kv.processes import blocks_of, pulled
 from support.limits import HANG_S
-from support.virtual_loop import run
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slagate.workers.runtime.cooperative import Slices, Steps
-from support.virtual_loop import run
+from slagate.workers.runtime.virtual_loop import run
 
 
 def work(name: str, n_slices: int, log: list[str]) -> Steps[None]:

@@ -17,8 +17,8 @@ from slagate.workers.runtime.logs import (
     log_to_stderr,
     note,
 )
+from slagate.workers.runtime.virtual_loop import run
 from support.limits import HANG_S
-from support.virtual_loop import run
 
 
 def line(message: str, *args: object, level: int = logging.INFO, **extra: object) -> dict[str, Any]:

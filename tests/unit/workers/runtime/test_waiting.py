@@ -4,8 +4,8 @@ import threading
 
 import anyio
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.runtime.waiting import FileWatch, UntilEmpty, run_in_daemon_thread
-from support.virtual_loop import run
 
 
 def test_all_who_wait_for_an_empty_collection_go_on_once_it_is_empty() -> None:

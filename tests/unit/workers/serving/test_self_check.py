@@ -14,6 +14,7 @@ import anyio
 import pytest
 
 from slagate.workers.engine_args.build import build_engine_args
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.serving import self_check
 from slagate.workers.serving.self_check import (
@@ -25,7 +26,6 @@ from slagate.workers.serving.self_check import (
 from slagate.workers.sim.api import VERSIONS
 from slagate.workers.trtllm.events import EngineEvents
 from slagate.workers.trtllm.watch import WatchTimes
-from support import virtual_loop
 from support.engine.double import Fault
 from support.engine.installed import installed, options_of
 from support.engine.workers import MODEL

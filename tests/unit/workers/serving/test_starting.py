@@ -7,13 +7,13 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.serving.start import (
     NIXL_LIBRARY,
     StartingWorker,
     kv_transport,
     transfer_library,
 )
-from support import virtual_loop
 from support.engine.workers import MODEL, expected, request, sim
 from support.worker.contract import ask
 from support.worker.sinks import KeepingSink

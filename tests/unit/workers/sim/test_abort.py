@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import SamplingParams
 from support.engine.sim_llm import (
@@ -18,7 +19,6 @@ from support.engine.sim_llm import (
     tokens_of,
     until,
 )
-from support.virtual_loop import run
 
 Stage = Callable[[Pair], Awaitable[RequestOutput]]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import NEWEST, VERSIONS, sim_api
 from support.engine.sim_llm import Pair, expected, llm, polled, prompt_of
-from support.virtual_loop import run
 
 every_version = pytest.mark.parametrize("api", VERSIONS)
 

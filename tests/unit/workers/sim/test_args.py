@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.args import (
     LACKS,
@@ -25,7 +26,6 @@ from slagate.workers.sim.build import (
 from slagate.workers.sim.kv_cache.events import KvEventRecorder
 from slagate.workers.sim.request import SamplingParams
 from support.engine.sim_llm import PROFILE, expected, llm, prompt_of
-from support.virtual_loop import run
 
 SETTINGS = SimSettings(profile=PROFILE)
 every_version = pytest.mark.parametrize("api", VERSIONS)

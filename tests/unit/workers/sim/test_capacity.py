@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.request import RequestError, SamplingParams
 from support.engine.sim_llm import CONTEXT_ONLY, PROFILE, llm, prompt_of, tokens_of, until
-from support.virtual_loop import run
 
 
 def test_requests_beyond_max_batch_size_wait_in_order() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import VERSIONS, sim_api
-from support.virtual_loop import run
 
 every_version = pytest.mark.parametrize("api", VERSIONS)
 

@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import NEWEST, VERSIONS, sim_api
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
@@ -22,7 +23,6 @@ from support.engine.sim_llm import (
     until,
     virtual_loop,
 )
-from support.virtual_loop import run
 
 
 def test_a_fatal_error_ends_every_request_and_the_engine(pair: Pair) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from slagate.workers.profiles.profile import available_profiles, load_profile
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.request import SamplingParams
 from support.engine.sim_llm import llm, prompt_of
 from support.seeds import is_long_run
-from support.virtual_loop import run
 
 CASES = [(name, size) for name in available_profiles() for size in load_profile(name).tp_sizes]
 if not is_long_run():

@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from slagate.workers.kv_transfer.transport import Blocks, Done, KvTransferError, KvTransport
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.request import RequestError, SamplingParams
 from support.engine.sim_llm import (
     CONTEXT_ONLY,
@@ -19,7 +20,6 @@ from support.engine.sim_llm import (
     tokens_of,
     until,
 )
-from support.virtual_loop import run
 
 
 def test_context_only_gives_one_token_and_the_handoff(pair: Pair) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from slagate.workers.runtime.cooperative import Slices
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.kv_cache.blocks import block_states, seed_state, token_bytes
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.request import DisaggregatedParams, RequestError
 from support.engine.sim_llm import MODEL, VOCAB, Pair, expected, llm, prompt_of, tokens_of
-from support.virtual_loop import run
 
 
 def test_a_replayed_handoff_is_refused(pair: Pair) -> None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import NEWEST, VERSIONS, sim_api
 from slagate.workers.sim.outputs import CompletionOutput
 from slagate.workers.sim.sampling import Logprob, LogprobMaker
 from support.engine.sim_llm import Pair, expected, llm, prompt_of
-from support.virtual_loop import run
 
 every_version = pytest.mark.parametrize("api", VERSIONS)
 

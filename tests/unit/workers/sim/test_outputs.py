@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.kv_cache.blocks import continuation
 from support.engine.sim_llm import END, MODEL, PROFILE, VOCAB, Pair, expected, llm, prompt_of
-from support.virtual_loop import run
 
 every_version = pytest.mark.parametrize("api", VERSIONS)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import VERSIONS
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.polls import REFETCH_S, MixedSyncAsyncAPIError
 from slagate.workers.sim.request import SamplingParams12
 from support.engine.sim_llm import llm, polled, prompt_of
-from support.virtual_loop import run
 
 QUEUED, CALLED = VERSIONS[:1], VERSIONS[1:]
 every_version = pytest.mark.parametrize("api", VERSIONS)

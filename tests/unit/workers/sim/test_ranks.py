@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
@@ -22,7 +23,6 @@ from support.engine.sim_llm import (
     prompt_of,
     tokens_of,
 )
-from support.virtual_loop import run
 
 EVENTS = {"event_buffer_max_size": 1000}
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.request import SamplingParams, SamplingParams12
 from support.engine.sim_llm import PROFILE, Pair, llm, n_timers, prompt_of, until
-from support.virtual_loop import run
 
 
 def test_stats_are_empty_before_the_first_request_and_then_one_dict_an_iteration() -> None:

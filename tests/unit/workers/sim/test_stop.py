@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.outputs import CompletionOutput
 from slagate.workers.sim.request import RequestError
 from slagate.workers.sim.sampling import Stop, StopRules, StopWord
 from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
 from support.engine.sim_llm import expected, llm, prompt_of
-from support.virtual_loop import run
 
 every_version = pytest.mark.parametrize("api", VERSIONS)
 

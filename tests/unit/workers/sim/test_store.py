@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import sim_api
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.request import SamplingParams, SamplingParams12
 from support.engine.sim_llm import CONTEXT_ONLY, PROFILE, Pair, llm, n_timers, prompt_of, until
 from support.kv.consumer import KvConsumer
-from support.virtual_loop import run
 
 EVENTS = {"event_buffer_max_size": 10_000}
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.api import NEWEST, VERSIONS, sim_api
 from slagate.workers.sim.request import (
     DisaggregatedParams,
@@ -15,7 +16,6 @@ from slagate.workers.sim.request import (
     SamplingParams12,
 )
 from support.engine.sim_llm import VOCAB, Pair, expected, llm, prompt_of
-from support.virtual_loop import run
 
 every_version = pytest.mark.parametrize("api", VERSIONS)
 

@@ -5,6 +5,7 @@ import asyncio
 import anyio
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.request import RequestError, SamplingParams
 from slagate.workers.sim.timing import EngineTiming, PrefillChunk
 from support.engine.sim_llm import (
@@ -17,7 +18,6 @@ from support.engine.sim_llm import (
     tokens_of,
     virtual_loop,
 )
-from support.virtual_loop import run
 
 
 def test_a_lone_request_takes_the_sum_of_its_profile_times() -> None:

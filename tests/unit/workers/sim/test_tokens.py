@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.request import SamplingParams
 from support.engine.sim_llm import Pair, expected, llm, n_timers, prompt_of, tokens_of, until
-from support.virtual_loop import run
 
 
 @pytest.mark.parametrize("n_prompt", [1, 31, 32, 33, 64, 100])

@@ -2,8 +2,8 @@
 
 from collections.abc import Awaitable, Callable
 
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.worker import Worker
-from support import virtual_loop
 from support.engine.sim_llm import prompt_of
 from support.engine.workers import engine_worker, request
 from support.gateway.call_counts import CallRecorder

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.sim.request import DisaggregatedParams
 from slagate.workers.trtllm.handoffs import Handoffs
-from support import virtual_loop
 from support.engine.sim_llm import until
 
 LIMIT_S = 60.0

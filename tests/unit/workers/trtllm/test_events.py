@@ -12,12 +12,12 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
 from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.fields import work_of
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.sim import request as sim_request
 from slagate.workers.trtllm.engine import Engine
 from slagate.workers.trtllm.events import EngineEvents
 from slagate.workers.trtllm.metrics import SILENT
 from slagate.workers.trtllm.poll import Activity
-from support import virtual_loop
 from support.engine import kv_dicts
 from support.engine.kv_dicts import BLOCK_TOKENS, moved, removed, stored
 from support.engine.sim_llm import until

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.trtllm.load import kv_cache, load_info, rank_loads
 from slagate.workers.trtllm.poll import NewestRows
 from support.engine.stats_dicts import early_row, main_row, row, window_row
-from support.virtual_loop import run
 
 KNOWN = oe.LoadInfo(
     running_requests=5,

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from slagate.workers.kv_events.fields import TURN_WORK
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.trtllm.poll import (
     EVENT_PACE,
     LINGER_S,
@@ -17,7 +18,6 @@ from slagate.workers.trtllm.poll import (
     NewestRows,
     Poller,
 )
-from support import virtual_loop
 from support.engine.sim_llm import n_timers, until
 
 

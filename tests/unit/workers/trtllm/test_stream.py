@@ -10,6 +10,7 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.metrics import SILENT
 from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, HiddenStop, OutputForm, StopRule
@@ -17,7 +18,6 @@ from slagate.workers.trtllm.poll import Activity
 from slagate.workers.trtllm.request import EngineRequest
 from slagate.workers.trtllm.running import EngineRequests
 from slagate.workers.trtllm.stream import EngineStream
-from support import virtual_loop
 from support.engine.result import Result
 from support.worker.sinks import KeepingSink
 

@@ -7,12 +7,12 @@ from typing import Any
 import anyio
 import pytest
 
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.sim import request as sim_request
 from slagate.workers.sim.request import EngineDeadError, RequestError
 from slagate.workers.trtllm.engine import Engine
 from slagate.workers.trtllm.poll import Activity
 from slagate.workers.trtllm.probe import SALT, TIMEOUT_S, InferenceProbe
-from support import virtual_loop
 
 
 class Answer:

@@ -13,13 +13,13 @@ import pytest
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.errors import WorkerError
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.sim import request as sim_request
 from slagate.workers.sim.request import EngineDeadError, RequestError
 from slagate.workers.trtllm import running as trtllm_running
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.server_info import WorkerIdentity
 from slagate.workers.trtllm.worker import TrtllmWorker
-from support import virtual_loop
 from support.builders import MODEL, request
 from support.engine.result import Result
 from support.engine.sim_llm import until

@@ -10,6 +10,7 @@ import pytest
 from slagate.workers.kv_transfer.nixl.descriptor import NixlDescriptor
 from slagate.workers.kv_transfer.nixl.nixl import RETRY_S, NixlTransport, PullQueue
 from slagate.workers.kv_transfer.transport import Blocks, Done, KvTimeout, KvTransferError
+from slagate.workers.runtime.virtual_loop import run
 from support.engine.sim_llm import n_timers, until
 from support.kv.processes import (
     BLOCK_BYTES,
@@ -24,7 +25,6 @@ from support.kv.processes import (
     wait_for_acks,
 )
 from support.limits import HANG_S
-from support.virtual_loop import run
 
 LIMIT_S = 1.0
 

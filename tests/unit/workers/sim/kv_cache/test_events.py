@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import run
 from slagate.workers.sim.kv_cache.blocks import block_states, seed_state, token_bytes
 from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
 from slagate.workers.sim.polls import IterationResult
 from support.kv.consumer import KvConsumer
-from support.virtual_loop import run
 
 TOKENS = [11, 12, 13, 14, 15, 16, 17, 18, 19]
 PACKED = token_bytes(TOKENS)

@@ -45,6 +45,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.set_exception_handler(lambda _loop, context: self.failures.append(context))
 
     def time(self) -> float:
+        """Seconds since the loop began, none of them real."""
         return self._virtual.now_s
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
@@ -78,7 +79,7 @@ def run(coro_fn: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P
     """Run `coro_fn(*args)` to its end on a fresh virtual loop and return its result.
 
     Raises `DeadlockError` when everything waits for nothing, and whatever a callback raised: an error
-    in a timer must fail the test, not only be logged.
+    in a timer must end the run, not only be logged.
     """
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)

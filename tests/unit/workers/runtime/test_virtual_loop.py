@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from slagate.workers.runtime.virtual_loop import DeadlockError, run
 from support.engine.sim_llm import until
-from support.virtual_loop import DeadlockError, run
 
 
 def test_a_lost_wake_up_is_an_error_not_a_hang() -> None:
