@@ -43,6 +43,7 @@ from slagate.router.request.running import RunningRequests
 from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.peers import PeerGateways
+from slagate.router.scheduling.policy import Choose, choose
 from slagate.router.services.admin import AdminService, Listeners, operators_listening
 from slagate.router.services.control import ControlService
 from slagate.workers.client.client import connect_worker
@@ -86,12 +87,14 @@ async def build(
     now_s: Callable[[], float] = monotonic_s,
     unix_s: Callable[[], float] = unix_s,
     peers: PeerGateways | None = None,
+    choose: Choose = choose,
 ) -> AsyncIterator[App]:
     """Build a gateway, and watch its workers, within the `with`.
 
     `config` was checked for serving. `connect` makes the client of a worker. `now_s` measures, `unix_s`
     dates receipts and tells how late KV events are. `peers` are the other gateways that send to the same
-    workers. At the end, releases of handoffs that have begun are waited for, then the watch loops stop.
+    workers. `choose` is the policy; a gateway that serves has no other one. At the end, releases of
+    handoffs that have begun are waited for, then the watch loops stop.
     """
     peers = peers or PeerGateways()
     in_force = Proposal.of(config, policy=settings.policy)
@@ -101,6 +104,7 @@ async def build(
     dispatcher = Dispatcher(
         fleet,
         rng=rng,
+        choose=choose,
         config=in_force.message,
         max_waiting=settings.max_waiting,
         peers=peers,

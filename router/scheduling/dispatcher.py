@@ -21,7 +21,7 @@ from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.errors import GatewayError, NoWorker, Overloaded, UnknownModel
 from slagate.router.scheduling.peers import PeerGateways
-from slagate.router.scheduling.policy import NO_CONFIG, Decision, StageChoice, choose
+from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision, StageChoice, choose
 from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, RoutingRequest
 from slagate.router.scheduling.wait_queue import Assignment, PendingAssignment, WaitQueue
 from slagate.workers.runtime.clock import monotonic_s
@@ -36,8 +36,8 @@ CLASSES_NOTED = 100
 class Dispatcher:
     """Assigns requests to workers of one fleet; at most `max_waiting` wait for one, here and in `peers`.
 
-    `peers` are the other gateways that send to the same workers. `config` is the configuration in force,
-    which decisions name; `rng` draws between workers of equal score.
+    `peers` are the other gateways that send to the same workers. `choose` is the policy. `config` is the
+    configuration in force, which decisions name; `rng` draws between workers of equal score.
     """
 
     def __init__(
@@ -45,12 +45,14 @@ class Dispatcher:
         fleet: Fleet,
         *,
         rng: random.Random,
+        choose: Choose = choose,
         config: gw.GatewayConfig = NO_CONFIG,
         max_waiting: int = 1024,
         peers: PeerGateways | None = None,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self.fleet = fleet
+        self._choose_workers = choose
         self._config = config
         self._rng = rng
         self._max_waiting = max_waiting
@@ -191,7 +193,8 @@ class Dispatcher:
             if gone:
                 raise NoWorker(f"the configuration has no {gone} pools any more")
             grids = {stage: grids[stage] for stage in stages}
-        return choose(ask, grids, fleet.views(prompt), rng=rng, config=self._config)
+        views = fleet.views(prompt)
+        return self._choose_workers(ask, grids, views, rng=rng, config=self._config)
 
     def _settle(self, pending: PendingAssignment, reserved: Set[str]) -> None:
         """Take the leases of a request's decision, or refuse it, or do nothing: then it has to wait.

@@ -10,6 +10,7 @@ gets it; there the worker and rank with the least predicted seconds win, see `sc
 
 import random
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -121,6 +122,21 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
             name = shown(self.ask.sla.objective)
             lines.append(f'Class {name} is not in objectives, it counts as "{ANY_CLASS}".')
         return "\n".join(lines)
+
+
+class Choose(Protocol):
+    """A policy: `choose`, or another one that decides from the same."""
+
+    def __call__(
+        self,
+        ask: RoutingRequest,
+        stages: Mapping[Stage, StageGrid],
+        pools: Mapping[str, PoolSnapshot],
+        *,
+        rng: random.Random,
+        config: gw.GatewayConfig,
+    ) -> Decision:
+        """Decide for these stages from pool snapshots by name. May raise `Overloaded`."""
 
 
 def choose(

@@ -99,17 +99,23 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     stage: Stage
     ask: RoutingRequest
     score_s: Floats  # f64[n_rows]
-    _work_s: Floats | None  # f64[n_rows], seconds to prefill the prompt; None for decode
-    _ttft_s: Floats | None  # f64[n_rows], predicted; None for decode
-    _itl_s: Floats | None  # f64[n_rows], predicted; None for prefill
+    work_s: Floats | None  # f64[n_rows], seconds to prefill the prompt; None for decode
+    ttft_s: Floats | None  # f64[n_rows], predicted; None for decode
+    itl_s: Floats | None  # f64[n_rows], predicted; None for prefill
 
     def __len__(self) -> int:
         return len(self.score_s) - self.pool.rows.counts.n_left
 
     @property
+    def is_open(self) -> Flags:
+        """Whether each row may be chosen, bool[n_rows]."""
+        flags: Flags = self._reasons == 0
+        return flags
+
+    @property
     def n_open(self) -> int:
         """The number of rows that may be chosen."""
-        return int(np.count_nonzero(self._reasons == 0))
+        return int(np.count_nonzero(self.is_open))
 
     @property
     def reasons(self) -> set[str]:
@@ -129,7 +135,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def row_values(self, row: int, excluded: str = "") -> ScoredRow:
         """The row with this index as plain values; the caller says why it may not be chosen."""
         pool, estimator = self.pool, self.pool.estimator
-        ttft_s, itl_s = self._ttft_s, self._itl_s
+        ttft_s, itl_s = self.ttft_s, self.itl_s
         number = row
         if pool.rows.counts.n_left:
             number -= int(np.count_nonzero(self._has_left[:row]))
@@ -147,11 +153,11 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def work(self, row: int) -> Work:
         """The tokens and seconds of work that the request would add to a row."""
         isl_tokens = self.ask.isl_tokens
-        if self._work_s is None:
+        if self.work_s is None:
             return Work(context_tokens=isl_tokens)
         new_tokens = isl_tokens - self.pool.cached.cached_tokens.item(row)
         context_tokens = 0 if self.stage is Stage.PREFILL else isl_tokens
-        return Work(new_tokens, self._work_s.item(row), context_tokens)
+        return Work(new_tokens, self.work_s.item(row), context_tokens)
 
     def waiting_s(self, row: int) -> float:
         """Seconds until a row could compute the prompt: its queue, and loading blocks from the host."""
@@ -221,9 +227,9 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def _starved(self, open_: Ints | None, starved_at: int) -> Ints:
         of, ttft_ms = self.pool.rows, self.ask.sla.ttft_ms
         starved = (of.last_chosen <= starved_at) & (of.batch == 1)
-        if ttft_ms is not None and self._ttft_s is not None:
+        if ttft_ms is not None and self.ttft_s is not None:
             # A copy of the prefix there is for requests to come, not at the price of this one's target.
-            starved &= self._ttft_s * 1000 <= ttft_ms
+            starved &= self.ttft_s * 1000 <= ttft_ms
         rows: Ints = starved.nonzero()[0] if open_ is None else open_[starved[open_]]
         return rows
 

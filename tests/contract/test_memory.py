@@ -83,7 +83,7 @@ class _Leg:
 
     def _give_up(self, call: Call, how: str) -> None:
         loop = asyncio.get_running_loop()
-        iteration = self._run.workers[self._role].llm._engine._iteration
+        iteration = self._run.workers[self._role].llm._engine.iteration
         if how == "step" and iteration is not None:
             # With what the engine brings at the end of its step, before anybody has looked at that.
             self._timer = loop.call_at(iteration.ends_s, call.cancel)

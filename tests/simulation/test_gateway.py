@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
+from slagate.router.replay.invariants import check_idle
 from slagate.workers.runtime import virtual_loop
-from support.gateway.simulation import Plan, Seen, check_idle, check_tokens, running, simulate
+from support.gateway.simulation import Plan, Seen, check_tokens, running, simulate
 from support.seeds import n_in, n_seeds_of
 
 DISAGG = {"prefill": 2, "decode": 2}
@@ -46,7 +47,7 @@ def test_random_clients_leave_nothing_behind(stages: dict[str, int], seed: int) 
         async with running(stages, seed=seed) as fleet:
             seen = await simulate(fleet, todo)
             check_tokens(seen)
-            await check_idle(fleet, n_requests=len(todo))
+            await check_idle(fleet.app, fleet.workers, n_requests=len(todo))
             # STREAM-03: whatever was cancelled before, the next requests are served as ever.
             after = [Plan(0.0, list(range(i, i + 100)), 20) for i in range(20)]
             assert {one.code for one in await simulate(fleet, after)} == {"OK"}
@@ -72,7 +73,7 @@ def test_workers_that_refuse_leave_nothing_behind(stages: dict[str, int], seed: 
         async with running(stages, seed=seed, refusals=0.3) as fleet:
             seen = await simulate(fleet, todo)
             check_tokens(seen)
-            await check_idle(fleet, n_requests=len(todo))
+            await check_idle(fleet.app, fleet.workers, n_requests=len(todo))
             return seen
 
     for one in virtual_loop.run(main):
@@ -95,7 +96,7 @@ def test_workers_lost_midway_leave_nothing_behind(stages: dict[str, int], seed: 
         async with running(stages, seed=seed, losses=0.4) as fleet:
             seen = await simulate(fleet, todo)
             check_tokens(seen)
-            await check_idle(fleet, n_requests=len(todo))
+            await check_idle(fleet.app, fleet.workers, n_requests=len(todo))
             return seen
 
     for one in virtual_loop.run(main):
@@ -156,7 +157,7 @@ def test_score_01_a_burst_is_split_evenly(stages: dict[str, int]) -> None:
         burst = [Plan(0.0, list(range(i * 1000, i * 1000 + 500)), 30) for i in range(100)]
         async with running(stages, seed=3) as fleet:
             seen = await simulate(fleet, burst)
-            await check_idle(fleet, n_requests=100)
+            await check_idle(fleet.app, fleet.workers, n_requests=100)
             assert {one.code for one in seen} == {"OK"}
             choices = [one.receipt.decision.stages for one in seen]
             return [Counter(choice[at].worker for choice in choices) for at in range(len(stages))]

@@ -10,6 +10,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.proto.rpc.sinks import BufferedSink
+from slagate.router.replay.invariants import check_idle, check_index
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime import virtual_loop
 from support.engine.workers import request
@@ -17,8 +18,6 @@ from support.gateway.simulation import (
     Fleet,
     Plan,
     Seen,
-    check_idle,
-    check_index,
     check_tokens,
     closed_loop,
     running,
@@ -130,9 +129,9 @@ def test_predicted_tokens_are_what_the_engines_report_and_more_than_load_alone_g
         async with running(STAGES[stage], seed=0, settings=settings) as fleet:
             seen = await simulate(fleet, plans)
             check_tokens(seen)
-            await check_idle(fleet, n_requests=len(plans))
+            await check_idle(fleet.app, fleet.workers, n_requests=len(plans))
             if policy == "prefix":
-                check_index(fleet)
+                check_index(fleet.app, fleet.workers)
             return seen, fleet
 
     seen, fleet = virtual_loop.run(main, "prefix")

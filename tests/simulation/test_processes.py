@@ -11,6 +11,8 @@ import pytest
 
 from slagate.pools.fleet_file.load import parse_config
 from slagate.router.app import build
+from slagate.router.replay.invariants import check_idle
+from slagate.router.replay.network import FarWorker
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime import virtual_loop
 from slagate.workers.trtllm.worker import TrtllmWorker
@@ -21,13 +23,11 @@ from support.gateway.simulation import (
     Fleet,
     Plan,
     Seen,
-    check_idle,
     check_tokens,
     fleet_file,
     simulate,
 )
 from support.seeds import n_seeds_of
-from support.worker.network import FarWorker
 
 MAX_INFLIGHT = 3
 
@@ -76,7 +76,7 @@ async def gateway(
 
         @asynccontextmanager
         async def connect(address: str) -> AsyncIterator[Worker]:
-            yield FarWorker(workers[address], latency_s=0.004, fault=lambda: None)
+            yield FarWorker(workers[address], latency_s=0.004)
 
         file = fleet_file({"agg": {"agg-pool": list(workers)}})
         if max_inflight is not None:
@@ -156,7 +156,7 @@ def test_no_worker_gets_more_than_its_limit_from_all_of_them(seed: int, tmp_path
             for number, fleet in enumerate(of.fleets):
                 check_tokens(seen[number])
                 assert {one.code for one in seen[number]} <= {"OK", "CANCELLED"}
-                await check_idle(fleet, n_requests=60)
+                await check_idle(fleet.app, fleet.workers, n_requests=60)
                 assert set(of.inflight_seen(number).values()) == {0}
 
     virtual_loop.run(main)

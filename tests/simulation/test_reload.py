@@ -20,6 +20,8 @@ from slagate.router.app import build
 from slagate.router.receipts.config import read_config
 from slagate.router.receipts.recompute import decide_again
 from slagate.router.reload.reload import Reloaded
+from slagate.router.replay.invariants import check_idle, check_index
+from slagate.router.replay.network import Delay
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime import virtual_loop
 from slagate.workers.runtime.cooperative import run_cooperatively
@@ -28,8 +30,6 @@ from support.gateway.simulation import (
     Fleet,
     Plan,
     Seen,
-    check_idle,
-    check_index,
     check_tokens,
     fleet_file,
     running,
@@ -107,7 +107,7 @@ def test_no_request_fails_by_reloads_and_each_receipt_names_what_it_was_decided_
             seen = await while_playing(fleet, steady(rng, 60, seconds=1.5), reloads)
             assert Counter(one.code for one in seen) == {"OK": 60}, f"seed {seed}"
             check_tokens(seen)
-            await check_idle(fleet, n_requests=60)
+            await check_idle(fleet.app, fleet.workers, n_requests=60)
             listed = {m.address for m in fleet.app.fleet.members()}
             assert {m.address for m in fleet.app.fleet.all_members()} == listed
             named = set()
@@ -209,12 +209,12 @@ def test_ops_02_a_prefill_worker_stays_until_a_slow_decode_worker_has_its_handof
         async with running({"prefill": 2, "decode": 1}, seed=1) as fleet:
             (decode,) = fleet.app.fleet.pools["decode-pool"].members.values()
             far = vars(decode.worker)
-            near_s, far["_latency_s"] = far["_latency_s"], 3.0
+            near, far["_there"] = far["_there"], Delay(3.0)
             state: list[object] = []
 
             async def drain() -> None:
                 await anyio.sleep(0.5)
-                far["_latency_s"] = near_s  # of calls to come
+                far["_there"] = near  # of calls to come
                 (holder,) = (m for m in fleet.app.fleet.members() if m._n_retained)
                 member, left_s = drained(fleet, holder.address)
                 assert (member.stage, member.ranks.inflight) == (Stage.PREFILL, 0)
@@ -227,7 +227,7 @@ def test_ops_02_a_prefill_worker_stays_until_a_slow_decode_worker_has_its_handof
             check_tokens(seen)
             assert state == [(1, State.DRAINING, [])]
             assert [m.stage for m in fleet.app.fleet.all_members()].count(Stage.PREFILL) == 1
-            await check_idle(fleet, n_requests=1)
+            await check_idle(fleet.app, fleet.workers, n_requests=1)
 
     virtual_loop.run(main)
 
@@ -272,7 +272,7 @@ def test_ops_06_a_gateway_that_restarts_over_warm_workers_knows_their_caches_aga
                 by_worker = Counter(one.receipt.decision.stages[0].worker for one in seen)
                 assert by_worker == dict.fromkeys(fleet.workers, 2)
                 await anyio.sleep(1)
-                check_index(restarted)
+                check_index(restarted.app, restarted.workers)
                 for member in restarted.app.fleet.members():
                     assert member.events is not None
                     assert (member.events.n_errors, member.events.is_partial) == (0, False)

@@ -172,6 +172,15 @@ ARROWS: dict[str, set[str]] = {
         "proto/rpc", "workers/runtime", "pools/estimator", "pools/fleet", "pools/fleet_file", "pools/grid",
         "pools/inflight", "pools/prefix", "router/request", "router/scheduling",
     },
+    "router/replay": {
+        "proto/rpc", "workers/kv_transfer", "workers/profiles", "workers/runtime",
+        "workers/serving", "workers/sim", "workers/sim/kv_cache", "workers/trtllm",
+        "workers/worker.py", "pools/fleet_file", "pools/grid", "router/app.py",
+        "router/generate.py", "router/loadgen", "router/request", "router/scheduling",
+    },
+    "router/replay/policies": {
+        "pools/fleet", "pools/grid", "pools/inflight", "router/request", "router/scheduling",
+    },
     "router/reload": {
         "workers/runtime", "pools/fleet", "pools/fleet_file", "pools/grid", "router/metrics.py",
         "router/receipts", "router/scheduling",
@@ -567,6 +576,7 @@ def test_the_page_of_a_room_says_what_it_imports(room: str) -> None:
 
 TOOLS = {
     *("router/bench", "router/demo", "router/grid_view", "router/loadgen", "router/profiles"),
+    *("router/replay", "router/replay/policies"),
     *("pools/grid_build", "pools/grid_lint"),
 }
 

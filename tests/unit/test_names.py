@@ -23,6 +23,7 @@ CLOSED = {
     "SharedCounts": "a mapped file",
     "KvTransport": "memory that others can reach, in each transport",
     "SharedMemoryTransport": "shared memory",
+    "MemoryTransport": "memory that others of its process can reach",
     "NixlTransport": "registered memory and its agent",
     "NixlAgent": "an agent of NIXL",
 }

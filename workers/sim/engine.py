@@ -34,7 +34,7 @@ class SimEngine:
 
     A critical section is a whole method: nothing here awaits. An exception that leaves a step is fatal, and
     given to `on_fatal`, which is `fail_all` unless the owner has set another. `events` and `stats` are what
-    pollers read.
+    pollers read, `iteration` is the one that runs, if any.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SimEngine:
         self._limits = limits
         self._timing = timing
         self._step_factor = conditions.step_factor
-        self._iteration: Iteration | None = None
+        self.iteration: Iteration | None = None
         self._wake: asyncio.Handle | None = None
         self._n_iterations = 0
 
@@ -121,7 +121,7 @@ class SimEngine:
 
     def _go_on(self) -> None:
         """Schedule an iteration if it would have anything to do, else publish pending KV events."""
-        if self._wake is not None or self._iteration is not None:
+        if self._wake is not None or self.iteration is not None:
             return
         if self.group.is_ready():
             self._wake = asyncio.get_running_loop().call_soon(self._guarded, self._begin)
@@ -142,7 +142,7 @@ class SimEngine:
         try:
             step(*args)
         except Exception as error:
-            self._iteration = None
+            self.iteration = None
             self.on_fatal(error)
             raise
 
@@ -161,7 +161,7 @@ class SimEngine:
         seconds = max([step.seconds(self._timing) for step in steps])
         ends_s = now_s + seconds * (1.0 if self._step_factor is None else self._step_factor(now_s))
         timer = asyncio.get_running_loop().call_at(ends_s, self._guarded, self._finish_iteration)
-        self._iteration = Iteration(now_s, ends_s, steps, timer)
+        self.iteration = Iteration(now_s, ends_s, steps, timer)
 
     def _start(self, sequence: SimSequence, now_s: float) -> None:
         """Tell a sequence's result that it was admitted, and start its pull if it has one."""
@@ -173,7 +173,7 @@ class SimEngine:
             self.pulls.start(sequence, now_s)
 
     def _finish_iteration(self) -> None:
-        iteration = self._iteration
+        iteration = self.iteration
         assert iteration is not None, "the timer dies with its iteration"
         for rank, step in zip(self.ranks, iteration.steps, strict=True):
             for sequence in step.decoding:
@@ -187,7 +187,7 @@ class SimEngine:
                     if sequence.prefilled_tokens == sequence.n_prompt:
                         self._finish_prefill(rank, sequence)
             rank.flush()
-        self._iteration = None
+        self.iteration = None
         self._n_iterations += 1
         for rank, step in zip(self.ranks, iteration.steps, strict=True):
             self.stats.put(
@@ -297,8 +297,8 @@ class SimEngine:
         if self.pulls is not None:
             self.pulls.cancel(sequence)
         # Also reached from inside the iteration's own end, where its timer is spent already.
-        iteration = self._iteration
+        iteration = self.iteration
         if iteration is not None and not any(step.has_work() for step in iteration.steps):
             iteration.timer.cancel()
-            self._iteration = None
+            self.iteration = None
         self._go_on()

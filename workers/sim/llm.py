@@ -338,6 +338,21 @@ class SimLLM:
         return len(self._engine.group.waiting)
 
     @property
+    def is_computing(self) -> bool:
+        """Whether an iteration runs."""
+        return self._engine.iteration is not None
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that could be computed and are not: queued ones, and prompts that wait for their turn.
+
+        One whose KV cache still arrives is none of them.
+        """
+        iteration, group = self._engine.iteration, self._engine.group
+        n_chunks = 0 if iteration is None else sum([len(step.chunks) for step in iteration.steps])
+        return len(group.waiting) + sum([rank.n_prefilling for rank in group.ranks]) - n_chunks
+
+    @property
     def n_parked(self) -> int:
         """Prefilled sessions whose blocks wait for decode."""
         return 0 if self._engine.parked is None else len(self._engine.parked)

@@ -171,6 +171,11 @@ class SimRank:
         """Sequences admitted and not finished."""
         return len(self._prefilling) + len(self._transferring) + len(self.decoding)
 
+    @property
+    def n_prefilling(self) -> int:
+        """Sequences whose prompt is not whole in the cache, and is computed here."""
+        return len(self._prefilling)
+
     def is_full(self) -> bool:
         """Whether the batch has no place left."""
         return self.n_running >= self._limits.max_batch_size

@@ -8,6 +8,7 @@ import numpy as np
 
 from slagate.workers.sim.kv_cache.blocks import (
     TOKEN_BYTES,
+    AnswerLength,
     CachePrompt,
     TokenChain,
     next_token,
@@ -42,13 +43,6 @@ class EngineLimits:
     tokens_per_step: int = 1
 
 
-class Answer(NamedTuple):
-    """How many tokens the model's answer to a prompt has, and the end of text that is the last of them."""
-
-    n_tokens: int
-    end_id: int
-
-
 class CacheContent(NamedTuple):
     """Tokens in the cache, packed, and the states of the full blocks that they fill."""
 
@@ -78,7 +72,7 @@ class SimSequence:
     rank_wanted: int | None = None
     rank_strict: bool = False
     processors: tuple[SimLogitsProcessor, ...] = ()
-    answer: Answer | None = None
+    answer: AnswerLength | None = None
 
     rank: int | None = None
     allocation: Allocation | None = None
@@ -130,11 +124,7 @@ class SimSequence:
         """
         token = next_token(state, vocab_size, self.branch)
         if self.answer is not None:
-            n_tokens, end_id = self.answer
-            if len(self.generated) + 1 == n_tokens:
-                token = end_id
-            elif token == end_id:
-                token = (token + 1) % vocab_size
+            token = self.answer.token(token, len(self.generated))
         if not self.processors:
             return token
         # As the engine passes them: f32[1, beams, vocabulary].

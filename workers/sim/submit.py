@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 from slagate.workers.sim.args import SimSettings, TorchLlmArgs
 from slagate.workers.sim.handoff import is_well_formed
-from slagate.workers.sim.kv_cache.blocks import CachePrompt, block_states, seed_state, token_bytes
+from slagate.workers.sim.kv_cache.blocks import (
+    AnswerLength,
+    CachePrompt,
+    block_states,
+    seed_state,
+    token_bytes,
+)
 from slagate.workers.sim.outputs import RequestOutput, SimOutputForm
 from slagate.workers.sim.request import (
     ApiTraits,
@@ -21,7 +27,7 @@ from slagate.workers.sim.request import (
     SimLogitsProcessor,
 )
 from slagate.workers.sim.sampling import LogprobMaker, StopRules, StopWord
-from slagate.workers.sim.sequence import Answer, SimSequence
+from slagate.workers.sim.sequence import SimSequence
 from slagate.workers.sim.tokenizer import SimTokenizer
 
 log = logging.getLogger(__name__)
@@ -124,11 +130,11 @@ class RequestChecker:
         ]
         return [first, *others]
 
-    def _answer(self, prompt: PromptTokens, sampling: SamplingParams12) -> Answer | None:
+    def _answer(self, prompt: PromptTokens, sampling: SamplingParams12) -> AnswerLength | None:
         answer_tokens = self.settings.conditions.answer_tokens
         if answer_tokens is None or sampling.end_id is None:
             return None
-        return Answer(answer_tokens(prompt.packed), sampling.end_id)
+        return AnswerLength(answer_tokens(prompt.packed), sampling.end_id)
 
     def prompt_of(self, inputs: Any, *, pulls: bool = False) -> PromptTokens:
         """Reads text, token ids (also as an int32 array), a dict of either, or preprocessed inputs.

@@ -110,6 +110,11 @@ class TrtllmWorker(Worker):
         return f"TrtllmWorker({self._identity.role_name}, {len(self._running)} live)"
 
     @property
+    def llm(self) -> Any:
+        """The engine: TensorRT-LLM's object, or its double."""
+        return self._engine.llm
+
+    @property
     def n_live(self) -> int:
         """Requests that the engine has not finished, the cancelled ones among them."""
         return len(self._running)

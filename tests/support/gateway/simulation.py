@@ -14,13 +14,14 @@ import anyio
 import grpc
 
 from slagate.pools.fleet_file.load import parse_config
-from slagate.pools.grid.grid import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.proto.rpc.status import Status
 from slagate.router.app import App, build
 from slagate.router.generate import generate
+from slagate.router.replay.invariants import check_always
+from slagate.router.replay.network import FarWorker
 from slagate.router.request.call import ClientCall
 from slagate.router.request.errors import Aborted
 from slagate.router.request.metadata import RECEIPT_TRAILER
@@ -28,7 +29,7 @@ from slagate.router.request.settings import Settings
 from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
 from support.engine.workers import expected, request, sim
-from support.worker.network import FarWorker, Fault
+from support.worker.network import Fault, FaultyWorker
 
 REFUSALS = (
     Status(grpc.StatusCode.UNAVAILABLE, "connection refused"),
@@ -140,7 +141,8 @@ async def running(
                 async with connect_to(address, workers[address]) as worker:
                     yield worker
                 return
-            yield FarWorker(workers[address], latency_s=latency_s, fault=fault)
+            faulty = FaultyWorker(workers[address], fault)
+            yield FarWorker(faulty, latency_s=latency_s)
 
         app = await stack.enter_async_context(
             build(
@@ -187,7 +189,7 @@ async def closed_loop(fleet: Fleet, plans: Sequence[Plan], *, clients: int) -> l
 
 async def sample(fleet: Fleet) -> None:
     for step in itertools.count():
-        check_always(fleet)
+        check_always(fleet.app)
         # Closely while things happen, then rarely: a silent worker holds its request for minutes.
         await anyio.sleep(SAMPLE_S if step < 4 / SAMPLE_S else 1.0)
 
@@ -232,15 +234,6 @@ async def _read(out: BufferedSink, seen: Seen, scope: anyio.CancelScope) -> None
     scope.cancel()
 
 
-def check_always(fleet: Fleet) -> None:
-    """I2 at any moment; I3 is asserted where leases are taken."""
-    for member in fleet.app.fleet.members():
-        assert 0 <= member.ranks.inflight <= member.max_inflight, member
-        assert member.ranks.queued_tokens >= 0, member
-        assert member.ranks.context_tokens >= 0, member
-        assert member.ranks.queued_s >= 0, member
-
-
 def check_tokens(seen: Sequence[Seen]) -> None:
     """I7: what arrived is what the engine says, from the start, without a hole."""
     for one in seen:
@@ -250,46 +243,3 @@ def check_tokens(seen: Sequence[Seen]) -> None:
         if one.code == "OK":
             assert n_tokens == one.plan.n_tokens
             assert one.finished
-
-
-async def check_idle(fleet: Fleet, *, n_requests: int) -> None:
-    """I1, I2, I5, I9: nothing is left, and each request was counted once."""
-    gateway = fleet.app.gateway
-    # Workers end what was cancelled in their own time; ten seconds hold any transfer and iteration.
-    await anyio.sleep(10)
-    for member in fleet.app.fleet.members():
-        idle = (
-            member.ranks.inflight,
-            member.ranks.queued_tokens,
-            member.ranks.queued_s,
-            member.ranks.context_tokens,
-        )
-        assert idle == (0, 0, 0.0, 0), member
-    assert gateway.releaser.n_open == 0
-    assert len(gateway.live) == 0
-    for address, worker in fleet.workers.items():
-        load = await worker.load(oe.GetLoadRequest())
-        assert load.running_requests == 0, address
-        assert load.active_kv_sessions == 0, address
-    total = sum(
-        sample.value
-        for metric in gateway.metrics.requests.collect()
-        for sample in metric.samples
-        if sample.name.endswith("_total")
-    )
-    assert total == n_requests
-
-
-def check_index(fleet: Fleet) -> None:
-    """I6: as many blocks are known of each worker as its engine holds, and none is pending.
-
-    That they are the same blocks is shown by `tests/property/test_follow.py`.
-    """
-    for member in fleet.app.fleet.members():
-        if member.stage is Stage.DECODE:
-            continue
-        engine = fleet.workers[member.address]._engine
-        (resident,) = engine.llm.resident()
-        assert member.events is not None
-        assert resident, "nothing was cached"
-        assert (member.events.n_blocks, member.events.n_pending) == (len(resident), 0)

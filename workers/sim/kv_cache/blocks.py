@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,19 @@ def next_token(state: bytes, vocab_size: int, branch: int = 0) -> int:
     return token
 
 
+class AnswerLength(NamedTuple):
+    """How many tokens the answer to a prompt has: the last of them, and no other, is the end of text."""
+
+    n_tokens: int
+    end_id: int
+
+    def token(self, drawn: int, n_before: int) -> int:
+        """The token behind `n_before` others, where the context alone would give `drawn`."""
+        if n_before + 1 == self.n_tokens:
+            return self.end_id
+        return drawn if drawn != self.end_id else max(0, drawn - 1)
+
+
 class TokenChain:
     """A growing context: the state of its last block, and the states of the blocks it has filled.
 
@@ -101,6 +115,7 @@ def continuation(
     vocab_size: int,
     cache_salt: str = "",
     branch: int = 0,
+    answer: AnswerLength | None = None,
 ) -> list[int]:
     """The `n_tokens` that the model generates after a prompt: every correct stream has these.
 
@@ -112,8 +127,10 @@ def continuation(
     parent = block_states(packed[:whole], seed, block_tokens)[-1] if whole else seed
     chain = TokenChain(parent, packed[whole:], block_tokens)
     tokens: list[int] = []
-    for _ in range(n_tokens):
+    for n_before in range(n_tokens):
         token = next_token(chain.state, vocab_size, branch)
+        if answer is not None:
+            token = answer.token(token, n_before)
         tokens.append(token)
         chain.append(token)
     return tokens

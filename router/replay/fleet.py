@@ -1,0 +1,153 @@
+"""The simulated workers of a fleet file, and what they meet that the gateway is not told."""
+
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from slagate.pools.fleet_file.load import FleetConfig, load_config
+from slagate.pools.grid.grid import Stage
+from slagate.workers.kv_transfer.memory import MemoryExchange
+from slagate.workers.profiles.profile import TpProfile
+from slagate.workers.runtime.usage import UsageError
+from slagate.workers.serving.sim import SimOptions, sim_worker
+from slagate.workers.sim.timing import Conditions
+from slagate.workers.trtllm.worker import TrtllmWorker
+
+DEFAULT_BATCH = 256
+KV_BLOCK_BYTES = 16
+"""The least that a simulated block may have: its bytes are checked, and nothing is timed by them."""
+
+
+class SimPool(NamedTuple):
+    """One pool of a fleet, simulated."""
+
+    name: str
+    stage: Stage
+    profile_name: str
+    profile: TpProfile
+    gpus: float  # of each worker
+    addresses: tuple[str, ...]
+    batch: int
+
+
+class SimFleet(NamedTuple):
+    """A fleet file whose workers are simulated."""
+
+    config: FleetConfig
+    pools: tuple[SimPool, ...]
+    model: str  # which every worker serves
+
+    @property
+    def gpus(self) -> float:
+        """GPUs of all workers."""
+        return sum(pool.gpus * len(pool.addresses) for pool in self.pools)
+
+
+class Imperfection(NamedTuple):
+    """What a fleet has and a profile does not say, in seconds where no unit is named."""
+
+    worker_sigma: float = 0.15  # of the natural logarithm of each worker's factor of its step times
+    step_sigma: float = 0.05  # the same of each step's
+    load_every_s: float = 1.0  # between two load reports of a worker
+    events_late_s: float = 0.020
+    connect_s: float = 0.030  # of the first transfer between two workers
+    latency_s: float = 0.0005  # each way between gateway and worker
+
+
+REAL = Imperfection()
+IDEAL = Imperfection(0.0, 0.0, 0.0, REAL.latency_s, 0.0)
+
+
+def load_fleet(path: str | Path) -> SimFleet:
+    """The fleet file at `path`. Raises `ConfigError`, and `UsageError` for a pool that cannot be simulated.
+
+    A pool without workers gets `replicas` of them.
+    """
+    plain = load_config(path)
+    if "prefill" in plain.stages and "decode" not in plain.stages:
+        raise UsageError(f"{path}: has prefill pools only, and a replay needs pools for decode too")
+    names = [name for grid in plain.stages.values() for name in grid.pool_names]
+    added: dict[str, list[str]] = {}
+    for number, name in enumerate(names, start=1):
+        spec = plain.pools.get(name)
+        if spec is None or spec.profile is None:
+            raise UsageError(f"{path}: pools.{name}.profile: is missing, and a replay needs one")
+        if not spec.workers:
+            added[name] = [f"replica-{number}:{i + 1}" for i in range(spec.replicas or 1)]
+    config = load_config(path, workers=added, serving=True)
+    assert config.profiles is not None, "it was read with serving=True"
+    pools = []
+    for stage, grid in config.stages.items():
+        for name in grid.pool_names:
+            spec = config.pools[name]
+            assert spec.profile is not None, "it was looked for above"
+            pools.append(
+                SimPool(
+                    name,
+                    Stage(stage),
+                    spec.profile,
+                    config.profiles[name],
+                    float(spec.gpus),
+                    tuple(spec.workers),
+                    spec.batch or DEFAULT_BATCH,
+                )
+            )
+    return SimFleet(config, tuple(pools), pools[0].profile.model)
+
+
+def step_factor(
+    imperfection: Imperfection, seed: int, address: str
+) -> Callable[[float], float] | None:
+    """A worker's factor of its step times, as `Conditions` has it; None: always 1.
+
+    Both parts are lognormal with median 1.
+    """
+    worker_sigma, step_sigma = imperfection.worker_sigma, imperfection.step_sigma
+    if not worker_sigma and not step_sigma:
+        return None
+    rng = random.Random(f"{seed} {address}")
+    worker = rng.gauss(0.0, worker_sigma)
+    return lambda _: math.exp(worker + rng.gauss(0.0, step_sigma))
+
+
+@asynccontextmanager
+async def simulated_workers(
+    fleet: SimFleet,
+    imperfection: Imperfection,
+    *,
+    seed: int,
+    answer_tokens: Callable[[bytes], int],
+) -> AsyncIterator[Mapping[str, TrtllmWorker]]:
+    """All workers of the fleet, by address, for the time of the block.
+
+    Decode workers publish no KV events, since the gateway follows none of theirs.
+    """
+    exchange = MemoryExchange()
+    async with AsyncExitStack() as stack:
+        workers: dict[str, TrtllmWorker] = {}
+        for pool in fleet.pools:
+            for address in pool.addresses:
+                options = SimOptions(
+                    role=pool.stage.value,
+                    profile=pool.profile_name,
+                    tp=pool.profile.tensor_parallel_size,
+                    model=fleet.model,
+                    kv_block_bytes=KV_BLOCK_BYTES,
+                    max_batch_size=pool.batch,
+                    conditions=Conditions(
+                        step_factor=step_factor(imperfection, seed, address),
+                        connect_s=imperfection.connect_s,
+                        answer_tokens=answer_tokens,
+                    ),
+                )
+                if pool.stage is Stage.DECODE:
+                    options = replace(options, kv_events=0)
+                transport = None if pool.stage is Stage.AGG else exchange.transport()
+                workers[address] = await stack.enter_async_context(
+                    sim_worker(options, instance_id=address, transport=transport)
+                )
+        yield workers

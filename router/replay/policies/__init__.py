@@ -1,0 +1,5 @@
+"""Other routers' policies, each a pure module from its published formula: tools, not serving options.
+
+Owns a policy's state during one run. Imports `request`, `scheduling` and pools.
+Promises: a policy reads views and draws, and nothing else; what it cites is in its module.
+"""

@@ -1,0 +1,206 @@
+"""One run: a trace's requests through the gateway's own graph, over simulated workers, in virtual time.
+
+The graph is the one that serves, from `generate` to the worker port; no HTTP/2 and no sockets are in it.
+"""
+
+import gc
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import anyio
+
+from slagate.router.app import YOUNG_OBJECTS, App, build
+from slagate.router.generate import generate
+from slagate.router.replay.client import Answer, Ask
+from slagate.router.replay.fleet import Imperfection, SimFleet, simulated_workers
+from slagate.router.replay.invariants import check_always, check_idle, check_index
+from slagate.router.replay.network import FarWorker
+from slagate.router.request.call import ClientCall
+from slagate.router.request.settings import Settings
+from slagate.router.scheduling.policy import Choose, choose
+from slagate.workers.runtime import virtual_loop
+from slagate.workers.serving.sim import BLOCK_TOKENS
+from slagate.workers.sim.args import END_ID, VOCAB_SIZE
+from slagate.workers.sim.kv_cache.blocks import AnswerLength, continuation, token_bytes
+from slagate.workers.trtllm.worker import TrtllmWorker
+from slagate.workers.worker import Worker
+
+TIMEOUT_S = 3600.0
+"""Of each request: far above any target, so that what is late is served late, as it is by a fleet."""
+
+STARTED_S = 1.5
+"""Before the first request, for all workers to be known: each is probed every second."""
+
+SAMPLE_S = 0.05
+"""Between two looks at what waits and what is idle."""
+
+
+class Router(NamedTuple):
+    """How a gateway chooses: one of its own policies, or with `choose` another one."""
+
+    policy: str = Settings.policy
+    choose: Choose = choose
+
+
+@dataclass(slots=True)
+class Idleness:
+    """How much the workers of one pool had nothing to compute, in looks at one worker."""
+
+    n_looks: int = 0
+    n_idle: int = 0
+    n_idle_while_waiting: int = 0  # a request of the same stage waited meanwhile
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of a run."""
+
+    answers: list[Answer]
+    idleness: dict[str, Idleness]  # by pool
+    cpu_s: float = 0.0
+    seconds: float = 0.0  # of virtual time, from the first arrival to the end of the last answer
+
+
+def play(
+    fleet: SimFleet, asks: Sequence[Ask], router: Router, imperfection: Imperfection, seed: int
+) -> Played:
+    """Serve the requests, each at its time. Raises `AssertionError` where an invariant does not hold."""
+    lengths: dict[bytes, int] = {}
+    for ask in asks:
+        # Of equal prompts the first has its length, and the others have the same.
+        lengths.setdefault(_digest(token_bytes(ask.tokens)), ask.answer_tokens)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+    began_s = time.process_time()
+    played = virtual_loop.run(_play, fleet, asks, router, imperfection, seed, lengths)
+    played.cpu_s = time.process_time() - began_s
+    return played
+
+
+def _digest(packed: bytes) -> bytes:
+    return blake2b(packed, digest_size=16).digest()
+
+
+async def _play(
+    fleet: SimFleet,
+    asks: Sequence[Ask],
+    router: Router,
+    imperfection: Imperfection,
+    seed: int,
+    lengths: Mapping[bytes, int],
+) -> Played:
+    running = _running(fleet, router, imperfection, seed, lambda packed: lengths[_digest(packed)])
+    async with running as (app, workers):
+        played = Played([], {pool.name: Idleness() for pool in fleet.pools})
+        first_s = anyio.current_time()
+        async with anyio.create_task_group() as looking:
+            looking.start_soon(_look, fleet, app, workers, played)
+            async with anyio.create_task_group() as clients:
+                for ask in asks:
+                    await anyio.sleep_until(first_s + ask.arrival_s)
+                    answer = Answer(ask, anyio.current_time)
+                    played.answers.append(answer)
+                    clients.start_soon(_client, app, answer, fleet.model)
+            played.seconds = anyio.current_time() - first_s
+            looking.cancel_scope.cancel()
+        await check_idle(app, workers, n_requests=len(asks))
+        if router.policy == "prefix":
+            check_index(app, workers)
+        _check_tokens(played.answers, lengths, fleet.model)
+    return played
+
+
+@asynccontextmanager
+async def _running(
+    fleet: SimFleet,
+    router: Router,
+    imperfection: Imperfection,
+    seed: int,
+    answer_tokens: Callable[[bytes], int],
+) -> AsyncIterator[tuple[App, Mapping[str, TrtllmWorker]]]:
+    """A gateway over the fleet's workers, all of them ready."""
+    async with AsyncExitStack() as stack:
+        workers = await stack.enter_async_context(
+            simulated_workers(fleet, imperfection, seed=seed, answer_tokens=answer_tokens)
+        )
+
+        @asynccontextmanager
+        async def connect(address: str) -> AsyncIterator[Worker]:
+            yield FarWorker(
+                workers[address],
+                latency_s=imperfection.latency_s,
+                events_latency_s=imperfection.events_late_s or imperfection.latency_s,
+                load_every_s=imperfection.load_every_s,
+            )
+
+        app = await stack.enter_async_context(
+            build(
+                fleet.config,
+                Settings(policy=router.policy, default_timeout_s=TIMEOUT_S, max_waiting=1 << 30),
+                connect=connect,
+                now_s=anyio.current_time,
+                unix_s=anyio.current_time,
+                rng=random.Random(seed),
+                choose=router.choose,
+            )
+        )
+        await anyio.sleep(STARTED_S)
+        assert not app.fleet.unready_stages(), "every worker is up"
+        yield app, workers
+
+
+async def _client(app: App, answer: Answer, model: str) -> None:
+    ask = answer.ask
+    call = ClientCall(
+        data=ask.request(model),
+        metadata=ask.metadata(),
+        peer=f"client-{ask.row.number}",
+        timeout_s=None,
+        out=answer,
+    )
+    await generate(call, app.gateway)
+
+
+async def _look(
+    fleet: SimFleet, app: App, workers: Mapping[str, TrtllmWorker], played: Played
+) -> None:
+    """Count again and again which workers are idle; check what holds at any moment."""
+    while True:
+        await anyio.sleep(SAMPLE_S)
+        check_always(app)
+        engines = {pool.name: [workers[at].llm for at in pool.addresses] for pool in fleet.pools}
+        for stage in {pool.stage for pool in fleet.pools}:
+            pools = [pool.name for pool in fleet.pools if pool.stage is stage]
+            waits = app.gateway.dispatcher.n_waiting > 0 or any(
+                engine.n_waiting for name in pools for engine in engines[name]
+            )
+            for name in pools:
+                n_idle = sum(not engine.is_computing for engine in engines[name])
+                idleness = played.idleness[name]
+                idleness.n_looks += len(engines[name])
+                idleness.n_idle += n_idle
+                idleness.n_idle_while_waiting += n_idle if waits else 0
+
+
+def _check_tokens(answers: Sequence[Answer], lengths: Mapping[bytes, int], model: str) -> None:
+    """I7: what a client got is what the engine says, from the start, without a hole, and all of it."""
+    for answer in answers:
+        ask, tokens = answer.ask, answer.tokens
+        n_answer = lengths[_digest(token_bytes(ask.tokens))]
+        expected = continuation(
+            ask.tokens,
+            len(tokens),
+            model=model,
+            block_tokens=BLOCK_TOKENS,
+            vocab_size=VOCAB_SIZE,
+            answer=AnswerLength(n_answer, END_ID),
+        )
+        assert tokens == expected, ask.row
+        if answer.is_answered:
+            assert len(tokens) == min(n_answer, ask.max_tokens), ask.row
