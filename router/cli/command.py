@@ -227,13 +227,15 @@ def print_findings(found: Iterable[ShownFinding], summary: str, *, as_json: bool
             for each in found:
                 print(json.dumps(each.fields, ensure_ascii=False))
             return
-        for each in sorted(found, key=lambda one: one.is_brief):
-            fix = f"Fix: {each.advice}{'' if each.advice.endswith(('.', '?')) else '.'}"
-            lines = [each.title, *_indented(f"{each.message}."), *_indented(fix), ""]
+        ordered = sorted(found, key=lambda one: one.is_brief)
+        for each, following in itertools.zip_longest(ordered, ordered[1:]):
             if each.is_brief:
-                lines = _indented(
-                    f"{each.title}  {each.message}; {each.advice}", first="", columns=BRIEF_COLUMNS
-                )
+                text = f"{each.title}  {each.message}; {each.advice}"
+                lines = _indented(text, first="", columns=BRIEF_COLUMNS)
+            else:
+                fix = f"Fix: {each.advice}{'' if each.advice.endswith(('.', '?')) else '.'}"
+                lines = [each.title, *_indented(f"{each.message}."), *_indented(fix)]
+                lines += [""] if following is None or not following.is_brief else []
             print("\n".join(lines))
         print(summary)
 

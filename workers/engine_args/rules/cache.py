@@ -48,8 +48,8 @@ ROWS = (
             case.args.backend != "pytorch"
             and (case.wanted.prefix_routing or case.cache.event_buffer_max_size)
         ),
-        "is {args.backend}, which makes no KV events: prefix routing cannot know what is cached",
-        "use backend: pytorch, or route without prefixes",
+        "is {args.backend}, which makes no KV events for prefix routing",
+        "use pytorch, or route by load",
     ),
     RuleRow(
         "note E601 kv_cache_config.event_buffer_max_size",
@@ -64,7 +64,11 @@ ROWS = (
     ),
     RuleRow(
         "note E602 kv_cache_config.enable_block_reuse",
-        lambda case: case.wanted.prefix_routing and not case.cache.enable_block_reuse,
+        lambda case: (
+            case.wanted.prefix_routing
+            and case.args.backend == "pytorch"
+            and not case.cache.enable_block_reuse
+        ),
         "is false: prefix routing finds nothing",
         "set it, or route by load",
     ),
@@ -133,8 +137,7 @@ ROWS = (
     RuleRow(
         "warning E610 kv_cache_config.host_cache_size",
         lambda case: case.cache.host_cache_size and case.cache.event_buffer_max_size,
-        "is set, and a block that moves there or back breaks KV events: in 1.1 the engine ends, in 1.2 "
-        "prefix routing loses what is cached",
+        "is set, and a block that moves there or back breaks KV events, in 1.1 the engine as well",
         "take it out, or set kv_cache_config.event_buffer_max_size: 0",
         before=(1, 3),
     ),

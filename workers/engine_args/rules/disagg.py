@@ -13,6 +13,7 @@ from slagate.workers.kv_transfer.nixl.ucx import reaches_gpu
 
 SECTION = "cache_transceiver_config"
 BUFFER = f"{SECTION}.max_tokens_in_buffer"
+BLOCK = "kv_cache_config.tokens_per_block"
 GIB = 1 << 30
 SEEN_BYTES_PER_TOKEN = (128 * 1024, 209_280_466_944 // 65_536)
 """KV cache of one token on one rank: of an 8B model with grouped attention at 16 bits, and of a published
@@ -29,6 +30,18 @@ LONG_CONTEXT_TOKENS = 32_768
 
 SAY_LONGEST = "slagate worker check --longest-prompt"
 
+
+def _is_surely_cpp(case: EngineCase) -> bool:
+    """Whether the transceiver is the one in C++: since 1.3 the default, "auto", is the model's own choice.
+
+    Only over NIXL, and AutoDeploy asks no model: `_resolve_transceiver_runtime_auto`, llm_utils.py id
+    54619642641, pull request #15823.
+    """
+    may_choose = case.runtime == "auto" and case.transport == "NIXL"
+    is_asked = case.args.backend == "pytorch" and not case.is_known_before((1, 3))
+    return case.runtime != "PYTHON" and not (may_choose and is_asked)
+
+
 ROWS = (
     RuleRow(
         "error E201 cache_transceiver_config",
@@ -43,21 +56,6 @@ ROWS = (
         ),
         "is null, which switches off the transceiver that a {case.role} worker needs",
         "set it to DEFAULT, UCX or NIXL",
-    ),
-    # in place of a buffer's size since pull request #11082 (January 2026)
-    RuleRow(
-        "error E205 max_seq_len",
-        lambda case: (
-            case.is_disaggregated
-            and case.transceiver
-            and case.runtime != "PYTHON"
-            and case.transceiver.max_tokens_in_buffer is None
-            and (case.args.max_seq_len or 0) % case.cache.tokens_per_block
-        ),
-        "is {value}, the transfer buffer's size where max_tokens_in_buffer is missing, and no multiple of "
-        "kv_cache_config.tokens_per_block ({args.kv_cache_config.tokens_per_block})",
-        f"set it to whole blocks, or set {BUFFER}",
-        since=SIZED_BY_CONTEXT,
     ),
     RuleRow(
         "note E208 cache_transceiver_config",
@@ -80,7 +78,7 @@ ROWS = (
             and case.args.disable_overlap_scheduler
             and not case.drafting
         ),
-        "is true on {case.role}, whose steps then wait for the host",
+        "is true: steps wait for the host",
         "take it out; only prefill needs it",
     ),
     RuleRow(
@@ -178,17 +176,22 @@ def check_transfer_buffer(case: EngineCase) -> Iterator[Finding]:
         return
     buffer, block = section.max_tokens_in_buffer, case.cache.tokens_per_block
     said, longest = case.wanted.longest_prompt_tokens, case.longest_prompt_tokens
-    if buffer is None and not ((context or 0) % block or case.is_known_before(SIZED_BY_CONTEXT)):
+    is_cpp = _is_surely_cpp(case)
+    if buffer is None and (context or 0) % block:
+        put = error if is_cpp and case.is_known_since(SIZED_BY_CONTEXT) else warning
+        text = f"is {context}, no multiple of {BLOCK} ({block}), and since TensorRT-LLM 1.3 the size of "
+        text += (
+            "the C++ transceiver's buffer, which needs that, where max_tokens_in_buffer is missing"
+        )
+        yield put("E205", "max_seq_len", text, f"set it to whole blocks, or set {BUFFER}")
+    elif buffer is None and not case.is_known_before(SIZED_BY_CONTEXT):
         size = f"{case.args.up_to_blocks(said)}, " if said else ""
         put = warning if (context or 0) > LONG_CONTEXT_TOKENS else note
         text = f"is missing: it holds the longest sequence, {_memory(case)}"
         yield put("E204", BUFFER, text, f"set it to {size}the longest prompt in whole KV blocks")
     elif buffer and buffer % block:
-        # "auto", said in so many words, may come to the transceiver in Python.
-        is_auto = case.has(f"{SECTION}.transceiver_runtime") and case.runtime == "auto"
-        put = warning if is_auto and case.transport == "NIXL" else error
-        text = f"is {buffer:,}, not a multiple of kv_cache_config.tokens_per_block ({block}), which the "
-        text += "C++ transceiver asks for"
+        put = error if is_cpp else warning
+        text = f"is {buffer:,}, not a multiple of {BLOCK} ({block}), which the C++ transceiver asks for"
         yield put("E205", BUFFER, text, f"set it to {case.args.up_to_blocks(buffer)}")
     if buffer and (buffer < longest if longest else buffer < SMALL_BUFFER_TOKENS):
         yield small_buffer(case, buffer, longest)
@@ -212,8 +215,10 @@ def _memory(case: EngineCase) -> str:
     longest, exact = case.args.max_seq_len, case.wanted.kv_bytes_per_token
     if longest is None:
         return "the model's whole context"
-    low, high = (longest * size / GIB for size in SEEN_BYTES_PER_TOKEN)
-    sizes = f"{low:,.0f} GiB (8B model) to {high:,.0f} GiB (seen)"
+    sizes = ""
     if exact:
-        sizes = f"{longest * exact / GIB:,.1f} GiB"
-    return f"{longest:,} tokens: {sizes} on each rank, and as much again to receive"
+        sizes = f": {longest * exact / GIB:,.1f} GiB"
+    elif longest > LONG_CONTEXT_TOKENS:
+        low, high = (longest * size / GIB for size in SEEN_BYTES_PER_TOKEN)
+        sizes = f": {low:,.0f} GiB (8B model) to {high:,.0f} GiB (seen)"
+    return f"{longest:,} tokens{sizes and f'{sizes} on each rank, and as much again to receive'}"

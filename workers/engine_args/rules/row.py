@@ -47,8 +47,8 @@ def check_rows(rows: tuple[RuleRow, ...], case: EngineCase) -> Iterator[Finding]
             text += f": TensorRT-LLM {number} refuses that, and earlier ones start with it"
         elif not refused and row.before is not None:
             number = "{}.{}".format(*row.before)
-            text += f" (before TensorRT-LLM {number}; which one this is is not known)"
-            advice += f", or say --engine-version {number}, if it is that"
+            text += f" (TensorRT-LLM before {number})"
+            advice += ", or say --engine-version"
         severity = "warning" if severity == "error" and not refused else severity
         yield _PUT[severity](code, key, text, advice)
 

@@ -1,7 +1,7 @@
 """Rules of parallelism, of token and batch limits, and of CUDA-graph sizes."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.engine_args.rules.row import RuleRow, value_at
@@ -20,12 +20,34 @@ def _of_attention_dp(key: str) -> RuleRow:
     )
 
 
+def _may_be_half_answer(case: EngineCase) -> bool:
+    """Whether prompts of a step's length fit, with answers as long: public recipes have such sizes."""
+    is_said = case.wanted.longest_prompt_tokens is not None
+    return not is_said and (case.args.max_seq_len or 0) <= 2 * case.args.max_num_tokens
+
+
+def _too_long(severity: str, applies: Callable[[EngineCase], object]) -> RuleRow:
+    """A row of prompts that fit the context and not a step."""
+    return RuleRow(
+        f"{severity} E407 max_num_tokens",
+        lambda case: (
+            applies(case)
+            and case.role in ("agg", "prefill")
+            and not case.args.enable_chunked_prefill
+            and (case.wanted.longest_prompt_tokens or case.args.max_seq_len or 0)
+            > case.args.max_num_tokens
+        ),
+        "is {args.max_num_tokens:,} without chunked prefill: longer prompts are refused",
+        "set enable_chunked_prefill: true, or raise max_num_tokens to the longest prompt",
+    )
+
+
 ROWS = (
     RuleRow(
         "note E402 enable_attention_dp",
         lambda case: case.args.enable_attention_dp and case.args.tensor_parallel_size == 1,
-        "is true with tensor_parallel_size 1: one rank has everything, as without it",
-        "raise tensor_parallel_size, or take it out",
+        "is true, and with tensor_parallel_size 1 there is one rank",
+        "take it out",
     ),
     _of_attention_dp("attention_dp_config"),
     _of_attention_dp("enable_lm_head_tp_in_adp"),
@@ -45,17 +67,8 @@ ROWS = (
         "{args.step_tokens_of_a_request} (a token and its drafts): a full batch does not fit into a step",
         "set max_num_tokens to {case.batch_tokens} at least, or lower max_batch_size",
     ),
-    RuleRow(
-        "warning E407 max_num_tokens",
-        lambda case: (
-            case.role in ("agg", "prefill")
-            and not case.args.enable_chunked_prefill
-            and (case.wanted.longest_prompt_tokens or case.args.max_seq_len or 0)
-            > case.args.max_num_tokens
-        ),
-        "is {args.max_num_tokens:,} without chunked prefill: longer prompts are refused",
-        "set enable_chunked_prefill: true, or raise max_num_tokens to the longest prompt",
-    ),
+    _too_long("warning", lambda case: not _may_be_half_answer(case)),
+    _too_long("note", _may_be_half_answer),
 )
 
 
@@ -96,11 +109,11 @@ def check_cuda_graphs(case: EngineCase) -> Iterator[Finding]:
         )
     elif case.role != "prefill" and case.has(GRAPHS):
         if longest < batch and case.has("max_batch_size"):
-            text = f"goes to {longest}, and max_batch_size is {batch:,}: larger batches are slower"
+            text = f"goes to {longest}: larger batches, up to {batch:,}, are slower"
             name = f"{GRAPHS}.{'batch_sizes' if sizes else 'max_batch_size'}"
-            yield note("E503", name, text, f"add {batch}, or lower max_batch_size")
+            yield note("E503", name, text, f"add {batch}")
         # A schedule of draft lengths switches padding on: `TorchLlmArgs.validate_speculative_config`.
         is_padded = graphs.enable_padding or (case.drafting and case.drafting.draft_len_schedule)
         if sizes and not is_padded and len(set(sizes)) < max(sizes):
-            text = "is false and batch_sizes has gaps: a batch between two of them has no graph"
-            yield note("E504", f"{GRAPHS}.enable_padding", text, "set enable_padding: true")
+            text = "is false: a batch between two of batch_sizes has no graph"
+            yield note("E504", f"{GRAPHS}.enable_padding", text, "set it to true")
