@@ -22,6 +22,7 @@ from slagate.router.cli.command import EXIT_USAGE, check_choice, errors, fail
 from slagate.workers.engine_args.model.merge import VARIABLES, Layer
 
 DOTTED = "trtllm."
+_OFF = ("false", "0", "no", "off")
 
 
 class LaunchCommand(TyperCommand):
@@ -37,10 +38,15 @@ class LaunchCommand(TyperCommand):
                 variable = VARIABLES + option[2:].upper().replace("-", "_")
                 if option[2:] in launch.table["variables"] and variable in os.environ:
                     parameter.envvar, parameter.show_envvar = variable, True
+        for parameter in ctx.parent.command.get_command(ctx, "trtllm").params:
+            options = {*parameter.opts, *parameter.secondary_opts} - launch.own
+            launch.unneeded |= dict.fromkeys(options, parameter.is_flag)
         # Of an option given twice the last counts.
         given = [*launch.read_variables(os.environ), *launch.read_command_line(args)]
         launch.print_answers()
-        rest = super().parse_args(ctx, given)
+        ctx.allow_extra_args = True
+        if (rest := super().parse_args(ctx, given)) and not ctx.resilient_parsing:
+            fail(f"{rest[0]} is no option; the model is --model, and flags have no value")
         for parameter in parameters:
             if ctx.get_parameter_source(parameter.name).name == "ENVIRONMENT":
                 launch.variable_of[parameter.name] = parameter.envvar
@@ -54,6 +60,7 @@ class LaunchOptions:
         file = resources.files("slagate.configs").joinpath("launch_options.yaml")
         self.table: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
         self.own: set[str] = set()  # the options that the command has
+        self.unneeded: dict[str, bool] = {}  # those that only the worker has, and which are flags
         self.variable_of: dict[str, str] = {}  # of a parameter that has its value from a variable
         self.values: dict[str, Any] = {}  # by dotted key, of the command line, and not of `own`
         self.variables: list[Layer] = []  # and what variables set, which counts less
@@ -69,6 +76,10 @@ class LaunchOptions:
             name = option[2:] if option[2:].startswith(DOTTED) else option[2:].replace("_", "-")
             if option.startswith("--") and f"--{name}" in self.own:
                 kept.append(f"--{name}{equals}{text}")
+            elif f"--{name}" in self.unneeded:
+                if not equals and not self.unneeded[f"--{name}"]:
+                    rest.popleft() if rest else fail(f"{option} requires a value")
+                self._answers["note", "slagate worker check does not need it"].append(option)
             elif option.startswith("--") and self._knows(name):
                 kept += self._translated(name, text if equals else self._value(name, rest), option)
             else:
@@ -82,10 +93,13 @@ class LaunchOptions:
     def read_variables(self, environ: Mapping[str, str]) -> list[str]:
         """The arguments that variables stand for, but for those of the command's own options."""
         arguments: list[str] = []
-        for variable in sorted(environ):
+        for variable, text in sorted(environ.items()):
             name = variable.removeprefix(VARIABLES).lower().replace("_", "-")
-            text = environ[variable]
-            if not variable.startswith(VARIABLES) or not text or name in self.table["variables"]:
+            if variable.isupper() and self._knows(variable):
+                name = "" if text.lower() in _OFF else variable
+            elif not variable.startswith(VARIABLES):
+                continue
+            if not text or not name or name in self.table["variables"]:
                 continue
             if name in self.table["flags"] and text.lower() not in ("true", "1", "yes", "on"):
                 name = f"no-{name}"
@@ -133,8 +147,8 @@ class LaunchOptions:
         for entry in self.table["entries"]:
             of = entry["options"]
             if "role" in entry and name in of:
-                check_choice(written, text, entry["role"])
-                return ["--role", entry["role"][text]]
+                check_choice(written, text.lower(), entry["role"])
+                return ["--role", entry["role"][text.lower()]]
             if "option" in entry and name in of:
                 return [f"--{entry['option']}", text]
             if "argument" in entry and plain in of:

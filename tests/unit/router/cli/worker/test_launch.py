@@ -52,6 +52,9 @@ TAKEN: list[tuple[str, str, Any]] = [
     ("--max_batch_size 8", "max_batch_size", 8),
     ("--kv_cache_free_gpu_memory_fraction 0.5", "kv_cache_config.free_gpu_memory_fraction", 0.5),
     ("--kv_cache_dtype fp8", "kv_cache_config.dtype", "fp8"),
+    ("--custom_tokenizer deepseek_v32", "custom_tokenizer", "deepseek_v32"),
+    ("--hf_revision main", "revision", "main"),
+    ("--context-length 4096", "max_seq_len", 4096),
     ("--trust_remote_code", "trust_remote_code", True),
     ("--no-enable-attention-dp", "enable_attention_dp", False),
     ("--trtllm.kv_cache_config.dtype fp8", "kv_cache_config.dtype", "fp8"),
@@ -76,6 +79,9 @@ ANSWERED = [
     ("--publish-events-and-metrics", "note", "always publishes"),
     ("--publish-kv-events", "note", "always publishes"),
     ("--use-kv-events", "note", "always publishes"),
+    ("--publish-metrics", "note", "always publishes"),
+    ("--no-publish-metrics", "note", "always publishes"),
+    ("--fail_fast_on_attention_window_too_large", "note", "without effect"),
     ("--no-publish-kv-events", "warning", "--kv-events 0"),
     ("--no-kv-events", "warning", "--kv-events 0"),
     ("--connector none", "note", "without effect"),
@@ -155,6 +161,8 @@ def test_options_with_one_answer_share_a_line_and_every_error_is_told_at_once() 
         ("--disaggregation-mode encode", "encode"),
         ("--server_role context", "prefill"),
         ("--server_role generation", "decode"),
+        ("--server_role CONTEXT", "prefill"),
+        ("--server_role MM_ENCODER", "encode"),
     ],
 )
 def test_each_spelling_of_a_role_is_taken(options: str, role: str) -> None:
@@ -213,6 +221,18 @@ def test_variables_set_what_the_command_line_does_not() -> None:
         ({"DYN_TRTLLM_OVERRIDE_ENGINE_ARGS": "{"}, 2, "is not JSON"),
         ({"DYN_TRTLLM_MODALITY": "image_diffusion"}, 2, "DYN_TRTLLM_MODALITY: this worker"),
         ({"DYN_TRTLLM_ENABLE_MULTIMODAL": "false"}, 0, ""),
+        ({"DYN_CONNECTOR": "kvbm"}, 2, "DYN_CONNECTOR: put it into kv_connector_config"),
+        ({"DYN_CONNECTOR": "none"}, 0, "note: DYN_CONNECTOR: without effect"),
+        (
+            {"DYN_REQUEST_PLANE": "nats", "NATS_SERVER": "nats://n"},
+            0,
+            "PLANE, NATS_SERVER: the gateway",
+        ),
+        ({"DYN_DEFAULT_THINKING_MODE": "on"}, 0, "token ids"),
+        ({"DYN_ENGINE_CONV_AFFINITY": "true"}, 0, "the gateway picks the attention-DP rank"),
+        ({"DYN_ENGINE_CONV_AFFINITY": "false"}, 0, ""),
+        ({"DYN_SYSTEM_PORT": "9090"}, 0, "DYN_SYSTEM_PORT: use --metrics-listen"),
+        ({"DYN_NAMESPACE": "", "DYN_KVBM_CPU_CACHE_GB": "4", "NATS_SERVICE_HOST": "n"}, 0, ""),
         ({"DYN_TRTLLM_ENABLE_MULTIMODAL": "on"}, 0, "DYN_TRTLLM_ENABLE_MULTIMODAL: requests with"),
         (
             {"DYN_TRTLLM_NO_SUCH": "1"},
@@ -247,6 +267,7 @@ def test_a_dotted_option_counts_over_a_file_and_an_override() -> None:
         ("--trtllm.max_seq_len", "requires a value"),
         ("--model-path", "requires a value"),
         ("--disaggregation-mode prefill --role decode", "is given twice: decode and prefill"),
+        ("Qwen/Qwen3-8B --role agg", "Qwen/Qwen3-8B is no option; the model is --model"),
         ("--no-such-option", "No such option: --no-such-option"),
     ],
 )
@@ -265,6 +286,16 @@ def test_a_pasted_launch_line_can_be_checked() -> None:
     assert "--served-model-name: slagate worker check does not need it" in ended.stderr
 
 
+def test_a_check_takes_what_only_a_worker_needs() -> None:
+    line = "--role agg --listen h:1 --insecure --log_level=info --extra-engine-args qwen3/agg"
+    ended = CliRunner().invoke(cli, ["worker", "check", *line.split(), "--json"])
+    assert ended.exit_code == 0, ended.output
+    said = "slagate: note: --listen, --insecure, --log_level: slagate worker check does not need it"
+    assert said in ended.stderr
+    ended = CliRunner().invoke(cli, ["worker", "check", *ROLE, "--listen"])
+    assert (ended.exit_code, ended.stderr) == (2, "slagate: --listen requires a value\n")
+
+
 def test_the_table_is_sound_and_the_page_has_all_of_it() -> None:
     table = LaunchOptions().table
     for entry in table["entries"]:
@@ -272,7 +303,9 @@ def test_the_table_is_sound_and_the_page_has_all_of_it() -> None:
         assert len(kinds) == 1
         assert "say" not in kinds or entry["kind"] in ("note", "warning", "error")
         for option in entry["options"]:
-            assert f"`--{option.replace('=', ' ').strip()}`" in PAGE, option
+            name, _, value = option.partition("=")
+            shown = name if name.isupper() else f"--{name} {value}".strip()
+            assert f"`{shown}`" in PAGE, option
         assert entry.get("say", "") in PAGE
     named = [entry["argument"] for entry in table["entries"] if "argument" in entry]
     for dotted in (*table["places"].values(), *named):
