@@ -67,9 +67,17 @@ class Played:
 
 
 def play(
-    fleet: SimFleet, asks: Sequence[Ask], router: Router, imperfection: Imperfection, seed: int
+    fleet: SimFleet,
+    asks: Sequence[Ask],
+    router: Router,
+    imperfection: Imperfection,
+    seed: int,
+    on_ended: Callable[[], None] = lambda: None,
 ) -> Played:
-    """Serve the requests, each at its time. Raises `AssertionError` where an invariant does not hold."""
+    """Serve the requests, each at its time; `on_ended` is called as each has ended.
+
+    Raises `AssertionError` where an invariant does not hold.
+    """
     lengths: dict[bytes, int] = {}
     for ask in asks:
         # Of equal prompts the first has its length, and the others have the same.
@@ -78,7 +86,7 @@ def play(
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
     began_s = time.process_time()
-    played = virtual_loop.run(_play, fleet, asks, router, imperfection, seed, lengths)
+    played = virtual_loop.run(_play, fleet, asks, router, imperfection, seed, lengths, on_ended)
     played.cpu_s = time.process_time() - began_s
     return played
 
@@ -94,6 +102,7 @@ async def _play(
     imperfection: Imperfection,
     seed: int,
     lengths: Mapping[bytes, int],
+    on_ended: Callable[[], None],
 ) -> Played:
     running = _running(fleet, router, imperfection, seed, lambda packed: lengths[_digest(packed)])
     async with running as (app, workers):
@@ -106,7 +115,7 @@ async def _play(
                     await anyio.sleep_until(first_s + ask.arrival_s)
                     answer = Answer(ask, anyio.current_time)
                     played.answers.append(answer)
-                    clients.start_soon(_client, app, answer, fleet.model)
+                    clients.start_soon(_client, app, answer, fleet.model, on_ended)
             played.seconds = anyio.current_time() - first_s
             looking.cancel_scope.cancel()
         await check_idle(app, workers, n_requests=len(asks))
@@ -155,7 +164,7 @@ async def _running(
         yield app, workers
 
 
-async def _client(app: App, answer: Answer, model: str) -> None:
+async def _client(app: App, answer: Answer, model: str, on_ended: Callable[[], None]) -> None:
     ask = answer.ask
     call = ClientCall(
         data=ask.request(model),
@@ -165,6 +174,7 @@ async def _client(app: App, answer: Answer, model: str) -> None:
         out=answer,
     )
     await generate(call, app.gateway)
+    on_ended()
 
 
 async def _look(
@@ -203,4 +213,5 @@ def _check_tokens(answers: Sequence[Answer], lengths: Mapping[bytes, int], model
         )
         assert tokens == expected, ask.row
         if answer.is_answered:
-            assert len(tokens) == min(n_answer, ask.max_tokens), ask.row
+            n_expected = ask.max_tokens if ask.ignore_eos else min(n_answer, ask.max_tokens)
+            assert len(tokens) == n_expected, ask.row
