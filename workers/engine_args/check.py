@@ -99,7 +99,7 @@ class _Judgement:
                 )
                 return warning("E101", place, text, renamed().get(place, "take it out"))
             text = f"is in TensorRT-LLM {_listed(having)}, and not in {self._stated.version}"
-            return note("E101", place, text, "take it out, unless the engine is that version")
+            return warning("E101", place, text, "take it out, unless the engine is that version")
         version = f"version {self._stated.version}" if self._stated else "any version"
         text = f"is not known to slagate for {version} of TensorRT-LLM"
         if hint := _hint(place, key, [str(name) for name in problem.choices]):
@@ -128,7 +128,7 @@ def check_values(
 
 
 def _listed(versions: Sequence[str]) -> str:
-    return " and ".join(versions)
+    return " and ".join(filter(None, (", ".join(versions[:-1]), versions[-1])))
 
 
 def _hint(place: str, key: str, neighbours: Sequence[str]) -> str | None:
@@ -136,7 +136,7 @@ def _hint(place: str, key: str, neighbours: Sequence[str]) -> str | None:
     if place in renamed():
         return renamed()[place]
     section = place[: -len(key)]
-    near = nearest(key, neighbours, least=0.75) or next(
+    near = nearest(key.lower(), neighbours, least=0.75) or next(
         (name for name in neighbours if f"_{key}_" in f"_{name}_"), None
     )
     if near:

@@ -5,6 +5,7 @@ Here a key given twice, of which that loader takes the last, and a key that is n
 """
 
 import json
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -26,6 +27,13 @@ MAX_NODES = 100_000
 """The most values in a file, with repetitions by aliases: ten lines of those can make billions."""
 
 _SUFFIXES = (".yaml", ".yml")
+_WRAPPERS = (
+    *("context_servers", "generation_servers", "server_configs", "worker_config", "trtllm_config"),
+    "extra_llm_api_options",
+)
+"""Keys of trtllm-serve's disaggregated file, and of benchmarks, with engine arguments below."""
+
+_ROLES = {"prefill", "decode", "aggregated", "agg", "ctx", "gen"}
 _TOO_MUCH = f"has more than {MAX_NODES:,} values, or is nested more than {MAX_DEPTH} deep"
 
 
@@ -76,8 +84,13 @@ def parse_yaml(text: str, place: str) -> ReadArgs:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}:" if mark else ""
-        raise UsageError(f"{place}:{line} is not YAML: {error.problem or error}") from error
-    except UsageError:
+        why = "is not YAML: " + (error.problem or str(error))
+        if error.problem == "but found another document":
+            why = "has several documents: write one role's into a file of its own"
+        raise UsageError(f"{place}:{line} {_unfilled(text) or why}") from error
+    except UsageError as error:
+        if template := _unfilled(text):
+            raise UsageError(f"{place}: {template}") from error
         raise
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{place}: is not YAML: {error}") from error
@@ -88,7 +101,31 @@ def parse_yaml(text: str, place: str) -> ReadArgs:
     for name in value:
         if not isinstance(name, str):
             raise UsageError(f"{place}: {name!r} is no name of an argument")
+    if inside := _places_inside(value):
+        own = "write those of one role into a file of their own"
+        raise UsageError(f"{place}: has engine arguments below {', '.join(inside)}: {own}")
     return ReadArgs(value, walk.lines)
+
+
+def _unfilled(text: str) -> str | None:
+    """What is to be said of a template that nobody filled in; None where there is none."""
+    found = re.search(r"\{\{.{0,60}?\}\}|\{%.{0,60}?%\}", text)
+    return found and f"{found[0]} is not filled in: give the file that is made of this template"
+
+
+def _places_inside(value: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Where a file of something else, as a Kubernetes object or a benchmark's, has arguments of engines."""
+    if {"apiVersion", "kind"} <= value.keys():
+        data = value.get("data")
+        return [f"data.{key}" for key in data] if isinstance(data, Mapping) and data else ["spec"]
+    places: list[str] = []
+    for key, inner in value.items():
+        if key in _WRAPPERS:
+            roles = inner if isinstance(inner, Mapping) and _ROLES & inner.keys() else {"": None}
+            places += [f"{prefix}{key}.{role}".removesuffix(".") for role in roles]
+        elif isinstance(inner, Mapping) and key in ("backend", "config"):
+            places += _places_inside(inner, f"{prefix}{key}.")
+    return places
 
 
 def _constructed(loader: yaml.SafeLoader, node: yaml.Node) -> Any:

@@ -38,7 +38,8 @@ class LaunchCommand(TyperCommand):
                 variable = VARIABLES + option[2:].upper().replace("-", "_")
                 if option[2:] in launch.table["variables"] and variable in os.environ:
                     parameter.envvar, parameter.show_envvar = variable, True
-        for parameter in ctx.parent.command.get_command(ctx, "trtllm").params:
+        of_worker = ctx.parent.command.get_command(ctx, "trtllm").params if ctx.parent else ()
+        for parameter in of_worker:
             options = {*parameter.opts, *parameter.secondary_opts} - launch.own
             launch.unneeded |= dict.fromkeys(options, parameter.is_flag)
         # Of an option given twice the last counts.

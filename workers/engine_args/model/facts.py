@@ -3,8 +3,8 @@
 The facts of a version are a JSON file with the engine's own JSON Schema, as pydantic writes it but without
 descriptions, and where it was read. `versions/` has those of some; `slagate worker facts` makes one of an
 installed package. What a schema cannot say, files by hand add: `x-aliases` (other names of a field),
-`x-any-case` (choices in capitals or not), `x-keys` (of a mapping), `x-usual` (texts that the engine knows)
-and `x-power-of-two`; a value against the last two may still be taken.
+`x-any-case` (choices in capitals or not), `x-keys` (of a mapping), `x-usual` (texts that the engine knows),
+`x-soft` (bounds) and `x-power-of-two`; a value against the last three may still be taken.
 """
 
 import json
@@ -182,10 +182,12 @@ class EngineFacts:
             return
         if kind == "integer" and abs(value) > _MAX_INTEGER:
             yield FactProblem("bound", place, value, f"be at most {_MAX_INTEGER}")
-        for name, (words, holds) in BOUNDS.items():
-            if name in schema and not holds(value, schema[name]):
-                yield FactProblem("bound", place, value, f"{words} {schema[name]}")
-                return
+        for bounds in (schema, schema.get("x-soft", {})):
+            for name, (words, holds) in BOUNDS.items():
+                if name in bounds and not holds(value, bounds[name]):
+                    wanted, is_soft = f"{words} {bounds[name]}", bounds is not schema
+                    yield FactProblem("bound", place, value, wanted, is_soft=is_soft)
+                    return
         if schema.get("x-power-of-two") and value & (value - 1):
             yield FactProblem("bound", place, value, "be a power of two", is_soft=True)
         if (usual := schema.get("x-usual")) and value not in usual:

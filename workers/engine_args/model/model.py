@@ -5,6 +5,7 @@ A section is the model of a nested argument. What a name, type or choice may be 
 """
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_validator,
 )
 
 INT32_MAX = (1 << 31) - 1
@@ -33,15 +35,25 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """The model of a section: of what rules read, as lax about types as the engine."""
+    """The model of a section: of what rules compute with, as lax about types as the engine.
+
+    Fields that rules only compare are there as they were written.
+    """
 
     model_config = ConfigDict(
-        extra="ignore",
+        extra="allow",
         frozen=True,
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_names(cls, value: Any) -> Any:
+        """The section with text for each key: YAML has numbers, too."""
+        is_section = isinstance(value, Mapping)
+        return {str(key): one for key, one in value.items()} if is_section else value
 
     @field_validator("*", mode="wrap")
     @classmethod

@@ -15,7 +15,7 @@ SECTION = "speculative_config"
 BALANCER = "moe_config.load_balancer"
 SCHEDULE = f"{SECTION}.draft_len_schedule"
 _DRAFTED_BY_A_MODEL = ("Draft_Target", "Eagle", "Eagle3")
-_NEEDS_A_LENGTH = (*_DRAFTED_BY_A_MODEL, "PARD", "NGram", "SA", "DFlash")
+_NEEDS_A_LENGTH = (*_DRAFTED_BY_A_MODEL, "PARD", "NGram", "SA", "DFlash", "DSpark")
 _MTP_BY_DRAFT_LENGTH_SINCE = (1, 3)
 """MTP's length is `max_draft_len` since pull request #12341 (1.3.0rc9); earlier engines overwrite that."""
 

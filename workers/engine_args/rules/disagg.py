@@ -28,6 +28,8 @@ SIZED_BY_CONTEXT = (1, 3)
 LONG_CONTEXT_TOKENS = 32_768
 """A buffer for a longer sequence may take more than a GPU has."""
 
+SIZE_VARIABLE = "TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE"
+ZERO_COPY = "TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER"
 SAY_LONGEST = "slagate worker check --longest-prompt"
 
 
@@ -105,11 +107,34 @@ ROWS = (
         "note E213 cache_transceiver_config.max_tokens_in_buffer",
         lambda case: (
             case.transceiver
-            and case.environment("TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE")
-            and case.transceiver.max_tokens_in_buffer
+            and case.environment(SIZE_VARIABLE)
+            and case.transceiver.max_tokens_in_buffer is not None
         ),
-        "is {value}, beside which TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE has no effect",
+        f"is {{value}}, beside which {SIZE_VARIABLE} has no effect",
         "take one of the two out",
+    ),
+    RuleRow(
+        "note E213 cache_transceiver_config.max_tokens_in_buffer",
+        lambda case: (
+            case.transceiver
+            and case.environment(SIZE_VARIABLE)
+            and case.transceiver.max_tokens_in_buffer is None
+            and not case.is_known_before(SIZED_BY_CONTEXT)
+        ),
+        f"is missing, and since TensorRT-LLM 1.3 {SIZE_VARIABLE} does not stand in for it",
+        "set it in tokens, and take the variable out",
+    ),
+    # `AgentConnection::sendRequestAndBufferInfo`, ids 724860387 (1.1) and 56327369869 (1.4)
+    RuleRow(
+        f"warning E214 {SECTION}.backend",
+        lambda case: (
+            case.is_disaggregated
+            and case.transport in ("NIXL", "MOONCAKE")
+            and case.runtime != "PYTHON"
+            and case.environment(ZERO_COPY) == "1"
+        ),
+        f"is {{case.transport}}, over which the C++ transceiver fails each transfer with {ZERO_COPY}=1",
+        "take the variable out, or use backend: UCX",
     ),
     RuleRow(
         "warning E211 cache_transceiver_config.transceiver_runtime",
@@ -206,6 +231,9 @@ def small_buffer(case: EngineCase, buffer: int, longest: int | None) -> Finding:
         f"is {buffer:,}, and prompts {prompts}: those take memory besides it, which may {risk}, so "
     )
     advice = f"set it to {case.args.up_to_blocks(longest) if longest else 'the longest prompt'}"
+    if case.transport == "UCX" and case.environment(ZERO_COPY) == "1":
+        text = f"is {buffer:,}, and prompts {prompts}: {ZERO_COPY} sends those between equals, but "
+        advice += ", or to 0, which bounds none"
     if not case.wanted.longest_prompt_tokens:
         advice += f", or, if prompts are shorter, say so: {SAY_LONGEST}"
     return warning("E203", BUFFER, f"{text}slagate's worker refuses them", advice)

@@ -73,11 +73,17 @@ ROWS = (
 
 
 def check_expert_parallelism(case: EngineCase) -> Iterator[Finding]:
-    """Yields E401 if the experts' parallel sizes do not go into the ranks that they are spread over."""
+    """Yields E401 if the experts' parallel sizes do not go into the ranks that they are spread over.
+
+    `Mapping.__init__`, mapping.py id 2561868716, which takes clusters of experts only whole.
+    """
     names = ("moe_tensor_parallel_size", "moe_expert_parallel_size", "moe_cluster_parallel_size")
-    sizes = {name: size for name in names if (size := getattr(case.args, name) or 0) > 0}
+    given = {name: getattr(case.args, name) for name in names}
+    sizes = {name: size for name, size in given.items() if size not in (None, -1)}
     product, ranks = math.prod(sizes.values()), case.moe_ranks
-    if ranks % product or (names[0] in sizes and names[1] in sizes and product != ranks):
+    is_both = names[0] in sizes and names[1] in sizes
+    is_clustered = sizes.get(names[2], 1) > 1 and sizes.get(names[1], 1) > 1
+    if not product or ranks % product or (is_both and product != ranks) or is_clustered:
         listed = " x ".join(f"{name} {size}" for name, size in sizes.items())
         spread = "tensor_parallel_size"
         if ranks != case.args.tensor_parallel_size:

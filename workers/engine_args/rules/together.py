@@ -1,8 +1,9 @@
 """Arguments that are each valid alone and that TensorRT-LLM does not take together.
 
-Read in `llmapi/llm_args.py`, ids 55143598664 (a late candidate of 1.3), 7019226376 (an early one) and
-1090804222 (1.2), and in `_torch/pyexecutor/py_executor.py`, ids 736889464 (1.2), 67119085479 (1.3) and
-57354091563 (1.4). What the engine finds in its own process comes as a RuntimeError: it does not start then.
+Read in `llmapi/llm_args.py`, ids 66278128801 (1.4), 55143598664 (a late candidate of 1.3), 7019226376 (an
+early one) and 1090804222 (1.2), and in `_torch/pyexecutor/py_executor.py`, ids 736889464 (1.2), 67119085479
+(1.3) and 57354091563 (1.4). What the engine finds in its own process comes as a RuntimeError: it does not
+start then.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,9 @@ from slagate.workers.engine_args.rules.row import RuleRow, value_at
 from slagate.workers.findings import Finding, error
 
 CONNECTOR = "kv_connector_config"
+CACHE, MAMBA = "kv_cache_config", "kv_cache_config.mamba_state_config"
+MANAGER = "kv_cache_config.use_kv_cache_manager_v2"
+REJECTION = "speculative_config.use_rejection_sampling"
 _CLASSES = ("connector_module", "connector_scheduler_class", "connector_worker_class")
 _NO_START = ": the engine does not start"
 
@@ -41,6 +45,28 @@ def _waiting(name: str) -> RuleRow:
         ),
         f"is {{value}}, and enable_balance is true, which waits that many steps{_NO_START}",
         "set it to 0 or more",
+    )
+
+
+def _clash(one: str, other: str) -> RuleRow:
+    """A row of two values that validators of 1.4 refuse together: llm_args id 66278128801.
+
+    Each is a key that is set, and not false, or a key and its value, as in "backend=pytorch".
+    """
+
+    def has(case: EngineCase, wanted: str) -> bool:
+        key, is_one, value = wanted.partition("=")
+        found = value_at(case, key)
+        return str(found).lower() == value.lower() if is_one else bool(found)
+
+    key = one.partition("=")[0]
+    shown = other.replace("=", " is ") if "=" in other else f"{other} is set"
+    return RuleRow(
+        f"error E806 {key}",
+        lambda case: has(case, one) and has(case, other),
+        f"is {{value}}, and {shown}{_NO_START}",
+        "keep one of the two",
+        (1, 4),
     )
 
 
@@ -186,6 +212,39 @@ ROWS = (
         lambda case: case.args.load_format == "gms" and case.args.moe_config.load_balancer,
         "is there, and load_format gms: what a balancer allocates would be missing in the shared weights",
         "take it out, or use load_format: auto",
+    ),
+    _clash("disable_mm_encoder", "mm_encoder_only"),
+    _clash("prefill_cuda_graph_backend=breakable", "torch_compile_config"),
+    _clash("prefill_cuda_graph_backend=breakable", "lora_config"),
+    _clash("prefill_cuda_graph_backend=breakable", "enable_lora"),
+    _clash("enable_speculative_beam_history_d2h", "sampler_force_async_worker"),
+    _clash(f"{CACHE}.enable_kv_pool_rebalance", f"{CACHE}.dtype=fp8_ds_mla"),
+    _clash(f"{MAMBA}.enable_branch_snapshot", f"{MANAGER}=false"),
+    _clash(f"{MAMBA}.additional_snapshot_offsets_from_start", f"{MANAGER}=false"),
+    _clash(f"{MAMBA}.additional_snapshot_offsets_from_end", f"{MANAGER}=false"),
+    _clash(f"{CACHE}.mamba_state_cache_interval", f"{MAMBA}.periodic_snapshot_interval"),
+    _clash(REJECTION, "speculative_config.sa_config"),
+    _clash(REJECTION, "speculative_config.decoding_type=NGram"),
+    _clash(REJECTION, "speculative_config.decoding_type=SA"),
+    RuleRow(
+        "error E806 encoder_cuda_graph_config",
+        lambda case: (
+            value_at(case, "encoder_cuda_graph_config") is not None
+            and value_at(case, "encoder_max_batch_size") is None
+        ),
+        "is there, and encoder_max_batch_size is missing",
+        "set it, or take the section out",
+        (1, 4),
+    ),
+    RuleRow(
+        "error E806 enable_mla_skip_correction",
+        lambda case: (
+            value_at(case, "enable_mla_skip_correction")
+            and str(value_at(case, "attn_backend") or "TRTLLM").upper() != "TRTLLM"
+        ),
+        "is true, which attn_backend TRTLLM alone has",
+        "take it out, or attn_backend",
+        (1, 4),
     ),
     _of_ray("ray_worker_extension_cls"),
     _of_ray("ray_placement_config"),
