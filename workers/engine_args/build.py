@@ -152,14 +152,24 @@ def assemble(
 
 
 def _grouped(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings, with those that say the same of several keys in one that lists them."""
-    keys: dict[Finding, list[str]] = {}
+    """The findings, with those that say the same of several keys in one that lists them.
+
+    What is to be done may differ where names are unknown.
+    """
+    keys: dict[Finding, list[Finding]] = {}
     for one in findings:
-        keys.setdefault(one._replace(place=""), []).append(one.place)
-    return [
-        one._replace(place=places[0], message=f"{one.message}{_and_so(places)}")
-        for one, places in keys.items()
-    ]
+        advice = "" if one.code == "E101" else one.advice
+        keys.setdefault(one._replace(place="", advice=advice), []).append(one)
+    return [_one_of(same) for same in keys.values()]
+
+
+def _one_of(same: Sequence[Finding]) -> Finding:
+    """A finding in place of those that say the same of several keys."""
+    first, places = same[0], [one.place for one in same]
+    if len({one.advice for one in same}) == 1:
+        return first._replace(message=f"{first.message}{_and_so(places)}")
+    advice = "; ".join(f"{one.place}: {one.advice.rstrip('?')}" for one in same)
+    return first._replace(message=f"{first.message}{_and_so(places)}", advice=advice)
 
 
 def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:

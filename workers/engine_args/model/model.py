@@ -158,10 +158,16 @@ class DwdpSection(Section):
     dwdp_size: Whole = 1
 
 
+def _by_newer_name(value: object) -> object:
+    """A type of drafting as 1.3 calls it; before, see `DecodingBaseConfig.from_dict`, id 1090804222."""
+    newer = {"DraftTarget": "Draft_Target", "UserProvided": "User_Provided"}
+    return newer.get(value, value) if isinstance(value, str) else value
+
+
 class SpeculativeSection(Section):
     """`speculative_config`: tokens drafted ahead."""
 
-    decoding_type: str
+    decoding_type: Annotated[str, BeforeValidator(_by_newer_name)]
     max_draft_len: Whole | None = None
     max_total_draft_tokens: Count | None = None
     speculative_model: str | None = None

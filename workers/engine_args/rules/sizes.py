@@ -62,7 +62,11 @@ ROWS = (
     ),
     RuleRow(
         "warning E406 max_num_tokens",
-        lambda case: case.role != "prefill" and case.batch_tokens > case.args.max_num_tokens,
+        lambda case: (
+            case.role != "prefill"
+            and (case.has("max_batch_size") or case.has("max_num_tokens"))
+            and case.batch_tokens > case.args.max_num_tokens
+        ),
         "is {args.max_num_tokens:,}, less than max_batch_size {args.max_batch_size:,} x "
         "{args.step_tokens_of_a_request} (a token and its drafts): a full batch does not fit into a step",
         "set max_num_tokens to {case.batch_tokens} at least, or lower max_batch_size",
