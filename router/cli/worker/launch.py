@@ -6,6 +6,7 @@ command line counts.
 
 import json
 import os
+import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -23,6 +24,7 @@ from slagate.workers.engine_args.model.merge import VARIABLES, Layer
 
 DOTTED = "trtllm."
 _OFF = ("false", "0", "no", "off")
+_UNNEEDED = ("note", "slagate worker check does not need it")
 
 
 class LaunchCommand(TyperCommand):
@@ -80,7 +82,7 @@ class LaunchOptions:
             elif f"--{name}" in self.unneeded:
                 if not equals and not self.unneeded[f"--{name}"]:
                     rest.popleft() if rest else fail(f"{option} requires a value")
-                self._answers["note", "slagate worker check does not need it"].append(option)
+                self._answers[_UNNEEDED].append(option)
             elif option.startswith("--") and self._knows(name):
                 kept += self._translated(name, text if equals else self._value(name, rest), option)
             else:
@@ -160,7 +162,10 @@ class LaunchOptions:
                     self.variables.append(Layer(written, nested(value)))
                 return []
             if f"{name}={text}" in of or any(fnmatchcase(name, each) for each in of):
-                self._answers[entry["kind"], entry["say"]].append(written)
+                kind, say = answer = entry["kind"], entry["say"]
+                # What only a worker needs in another form, as where it listens, keeps nobody from a check.
+                instead = self.unneeded.keys() & set(re.findall("--[a-z-]+", say))
+                self._answers[_UNNEEDED if kind == "error" and instead else answer].append(written)
                 return []
         return []
 

@@ -292,6 +292,14 @@ def test_a_check_takes_what_only_a_worker_needs() -> None:
     assert ended.exit_code == 0, ended.output
     said = "slagate: note: --listen, --insecure, --log_level: slagate worker check does not need it"
     assert said in ended.stderr
+    line = (
+        "--role agg --host 0.0.0.0 --port 8000 --tcp-tls-cert-path c --extra-engine-args qwen3/agg"
+    )
+    ended = CliRunner().invoke(cli, ["worker", "check", *line.split(), "--json"])
+    assert ended.exit_code == 0, ended.output
+    assert (
+        "note: --host, --port, --tcp-tls-cert-path: slagate worker check does not" in ended.stderr
+    )
     ended = CliRunner().invoke(cli, ["worker", "check", *ROLE, "--listen"])
     assert (ended.exit_code, ended.stderr) == (2, "slagate: --listen requires a value\n")
 
