@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
 
 import anyio
 
@@ -20,9 +19,9 @@ from slagate.router.replay.client import Answer, Ask
 from slagate.router.replay.fleet import Imperfection, SimFleet, simulated_workers
 from slagate.router.replay.invariants import check_always, check_idle, check_index
 from slagate.router.replay.network import FarWorker
+from slagate.router.replay.policies.choose import Router
 from slagate.router.request.call import ClientCall
 from slagate.router.request.settings import Settings
-from slagate.router.scheduling.policy import Choose, choose
 from slagate.workers.runtime import virtual_loop
 from slagate.workers.serving.sim import BLOCK_TOKENS
 from slagate.workers.sim.args import END_ID, VOCAB_SIZE
@@ -38,13 +37,6 @@ STARTED_S = 1.5
 
 SAMPLE_S = 0.05
 """Between two looks at what waits and what is idle."""
-
-
-class Router(NamedTuple):
-    """How a gateway chooses: one of its own policies, or with `choose` another one."""
-
-    policy: str = Settings.policy
-    choose: Choose = choose
 
 
 @dataclass(slots=True)

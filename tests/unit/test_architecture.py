@@ -176,10 +176,11 @@ ARROWS: dict[str, set[str]] = {
         "proto/rpc", "workers/kv_transfer", "workers/profiles", "workers/runtime",
         "workers/serving", "workers/sim", "workers/sim/kv_cache", "workers/trtllm",
         "workers/worker.py", "pools/fleet_file", "pools/grid", "router/app.py",
-        "router/generate.py", "router/loadgen", "router/request", "router/scheduling",
+        "router/generate.py", "router/loadgen", "router/replay/policies", "router/request",
     },
     "router/replay/policies": {
-        "pools/fleet", "pools/grid", "pools/inflight", "router/request", "router/scheduling",
+        "workers/runtime", "pools/fleet", "pools/grid", "pools/inflight", "router/request",
+        "router/scheduling",
     },
     "router/reload": {
         "workers/runtime", "pools/fleet", "pools/fleet_file", "pools/grid", "router/metrics.py",

@@ -1,11 +1,11 @@
-"""Round robin: the next of the grid's pool in turn that may take the request."""
+"""Round robin: of the grid's pool the worker that may take the request and had none for longest."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from slagate.pools.grid.grid import Stage
-from slagate.router.replay.policies.view import Pick, Picks, StageView
+from slagate.router.replay.policies.view import Pick, Picks, StageView, in_turn
 
 
 @dataclass(frozen=True)
@@ -13,18 +13,8 @@ class RoundRobin:
     """It has no parameters."""
 
     over_all_pools: ClassVar[bool] = False
-    _last: dict[tuple[str, ...], int] = field(default_factory=dict, init=False)
 
     def pick(self, views: Mapping[Stage, StageView], draw: float) -> Picks:
-        """The open row behind the one that was chosen last."""
+        """The open row that was chosen longest ago: where all are open, the next one."""
         del draw
-        return {stage: Pick(self._next(view)) for stage, view in views.items()}
-
-    def _next(self, view: StageView) -> int | None:
-        last = self._last.get(view.names, -1)
-        for step in range(1, len(view) + 1):
-            row = (last + step) % len(view)
-            if view.is_open[row]:
-                self._last[view.names] = row
-                return row
-        return None
+        return {stage: Pick(in_turn(view, view.is_open)) for stage, view in views.items()}
