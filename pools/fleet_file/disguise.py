@@ -23,8 +23,11 @@ _KEYS = {
 _MAX_CHARACTERS = 1 << 18  # PyYAML takes seconds for as many
 _MAX_PARTS = 8_000  # aliases in ten lines of YAML can make billions
 
-_VARIABLE = r"\$\{[^{}\n]{0,80}\}|\$\([A-Za-z_]\w*\)|\$[A-Z_][A-Z0-9_]*\b"
-_UNFILLED = re.compile(rf"{_VARIABLE}|\{{\{{[^{{}}\n]{{0,80}}\}}\}}|<[A-Za-z_][\w .-]{{0,80}}>")
+_VARIABLE = r"\$\{[^{}\n]{0,80}\}|\$\([A-Za-z_]\w*\)|\$[A-Za-z_]\w*\b"
+_MARKED = (
+    r"<[A-Za-z_][\w .-]{0,80}>|<%[^%\n]{0,80}%>|(?<!\w)(@@?|%|__)[A-Z][A-Z0-9_]{0,80}?\1(?!\w)"
+)
+_UNFILLED = re.compile(rf"{_VARIABLE}|\{{\{{[^{{}}\n]{{0,80}}\}}\}}|{_MARKED}")
 _COMMENT = r"(?://|\#)[^\n]*(?:\n|\Z)|/\*(?:(?!\*/).)*(?:\*/|\Z)"
 _EXTRAS = (
     (_COMMENT, "", "comments (take them out)"),
@@ -68,7 +71,12 @@ def what_text_is(text: str) -> str | None:
     if not plain.startswith(("{", "[")):
         value = _yaml(text)
         yaml_says = "is YAML: write it as JSON, such as with yq -o json"
-        return what_is_around(value) or yaml_says if isinstance(value, dict | list) else None
+        if isinstance(value, dict | list):
+            return what_is_around(value) or yaml_says
+        if re.match(r"\s*<(!doctype|html|\?xml)\b", text, re.IGNORECASE):
+            return "is HTML or XML, as of a page that a download got in place of the file"
+        around = "has other text around its JSON: keep the object alone, from { to }"
+        return around if '"' in plain and "{" in plain else None
     try:
         json.loads(plain)
     except (ValueError, RecursionError) as error:
@@ -97,6 +105,8 @@ def what_is_around(value: object) -> str | None:
     kind = f"is a Kubernetes {kinds[0] if len(kinds) == 1 else 'manifest'}"
     paths = islice(_grids_in(value), 9)
     places = [short_path([at if isinstance(at, int) else str(at) for at in path]) for path in paths]
+    if not places and any("binaryData" in each for each in whole):
+        return f"{kind} with binaryData: decode it, such as with base64 -d, into a JSON file"
     if not places:
         return f"{kind} without a fleet file in it: give the file with the grid" if kinds else None
     what = f"{kind} with the fleet file" if kinds else "is not the fleet file itself, which is"
@@ -125,8 +135,8 @@ def unfilled(content: object) -> Problem | None:
     """The first text of a file that has a variable or placeholder, and what to do; None: there is none."""
     places: dict[str, Path] = {}
     for path, part in parts_of(content):
-        for name in _UNFILLED.findall(part) if isinstance(part, str) else ():
-            places.setdefault(name, path)
+        for found in _UNFILLED.finditer(part) if isinstance(part, str) else ():
+            places.setdefault(found[0], path)
     if not places:
         return None
     names, first = ", ".join([*places][:3]), next(iter(places.values()))

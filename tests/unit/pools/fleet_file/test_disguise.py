@@ -129,6 +129,18 @@ FILES: dict[str, tuple[str, str]] = {
         f"\ufeff{TEXT}",
         "is not JSON, as it has a byte order mark (save it as UTF-8 without one)",
     ),
+    "page-with-words": (
+        f"# Grid\n\nUse this:\n\n```json\n{TEXT}\n```\n\nThen run.\n",
+        "has other text around its JSON: keep the object alone, from { to }",
+    ),
+    "error-page": (
+        "<!DOCTYPE html><html><body>404</body></html>",
+        "is HTML or XML, as of a page that a download got in place of the file",
+    ),
+    "config-map-in-base64": (
+        yaml.safe_dump({**MAP, "data": None, "binaryData": {"grid.json": "e30="}}),
+        "is a Kubernetes ConfigMap with binaryData: decode it, such as with base64 -d, into a JSON",
+    ),
     "number": (
         TEXT.replace("8000", "${ISL_MAX}"),
         "is not JSON, as it has variables that nothing fills in here (write their values, as envsubst",
@@ -186,7 +198,18 @@ def test_a_text_that_is_only_broken_keeps_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["${K8S_NAMESPACE}-p", "$(NS)-p", "$NS-p", "{{ .Values.ns }}-p", "<ns>-p"]
+    "name",
+    [
+        *(
+            "${K8S_NAMESPACE}-p",
+            "${NS:-dynamo}-p",
+            "$(NS)-p",
+            "$NS-p",
+            "$ns-p",
+            "{{ .Values.ns }}-p",
+        ),
+        *("<ns>-p", "<%= ns %>-p", "%NS%-p", "@NS@-p", "@@NS@@-p", "__NS__-p"),
+    ],
 )
 def test_a_variable_in_a_name_loads_with_one_warning(name: str) -> None:
     content = disagg_file()
