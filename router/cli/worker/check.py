@@ -23,6 +23,7 @@ from slagate.router.cli.command import (
 )
 from slagate.router.cli.worker import engine_args as options
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args, check_pair
+from slagate.workers.engine_args.model.merge import DEFAULT, FORCED
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.rules.table import CODES
 from slagate.workers.engine_args.yaml_text import PEER
@@ -93,8 +94,6 @@ def check(
     guided_decoding_backend: options.GuidedDecodingBackend = None,
 ) -> None:
     """Say what is wrong with the arguments of an engine, or of a pairing; no engine is needed."""
-    if extra_engine_args is None and override_engine_args is None:
-        fail("--extra-engine-args is missing: the file, or packaged configuration, to check")
     ignored = codes_to_ignore(ignore, CODES, page="docs/engines.md")
     wanted = IntendedUse(
         prefix_routing=prefix_routing,
@@ -112,6 +111,8 @@ def check(
         override=override_engine_args,
         wanted=wanted,
     )
+    if extra_engine_args is None and not {*args.sources.values()} - {DEFAULT, FORCED}:
+        fail("--extra-engine-args is missing: the file, or packaged configuration, to check")
     found = _found(args, peer_engine_args, wanted)
     _print_and_exit(found, ignored, strict=strict, as_json=as_json)
 

@@ -10,7 +10,7 @@ import typer
 from slagate.router.cli.command import check_choice, ending_on_usage_error, errors, fail
 from slagate.router.cli.worker.launch import LaunchOptions, nested
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
-from slagate.workers.engine_args.model.facts import EngineFacts, read_facts
+from slagate.workers.engine_args.model.facts import EngineFacts, facts_of_version, read_facts
 from slagate.workers.engine_args.model.merge import DEFAULT, Layer
 from slagate.workers.engine_args.model.model import INT32_MAX, MAX_RANKS
 from slagate.workers.engine_args.rules.case import IntendedUse
@@ -128,6 +128,10 @@ def engine_version_of(text: str | None) -> tuple[int, int] | None:
     version = _major_minor(text)
     if version is None:
         fail(f"--engine-version must be a version such as 1.2 or 1.3.0rc22 (got {text!r})")
+    facts = facts_of_version(version)
+    if facts is not None and not f"{text}.".startswith(f"{facts.version}."):
+        say = f"of {text} nothing is known, and {facts.version} stands in; see slagate worker facts"
+        errors.print(f"slagate: note: --engine-version: {say}")
     return version
 
 

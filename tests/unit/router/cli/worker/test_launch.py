@@ -323,3 +323,25 @@ def test_the_table_is_sound_and_the_page_has_all_of_it() -> None:
         assert flag == "kv-events" or any(fnmatchcase(flag, o.partition("=")[0]) for o in every), (
             flag
         )
+
+
+def test_a_launch_line_without_a_file_is_checked() -> None:
+    line = "--disaggregation-mode agg --model-path m --tensor-parallel-size 2 --ep_size 3 --json"
+    ended = CliRunner().invoke(cli, ["worker", "check", *line.split()])
+    assert ended.exit_code == 1
+    assert '"code": "E401"' in ended.stdout
+    nothing = CliRunner().invoke(cli, ["worker", "check", *ROLE])
+    assert nothing.exit_code == 2
+    assert "--extra-engine-args is missing" in nothing.stderr
+
+
+def test_a_version_without_facts_is_told_which_stands_in() -> None:
+    options = [*ROLE, "--extra-engine-args", "qwen3/agg", "--engine-version"]
+    for version, said in {
+        "1.30": "of 1.30 nothing is known, and 1.4 stands in",
+        "1.3.0rc9": "",
+    }.items():
+        ended = CliRunner().invoke(cli, ["worker", "check", *options, version])
+        assert ended.exit_code == 0
+        assert said in ended.stderr
+        assert said or not ended.stderr
