@@ -1,4 +1,4 @@
-"""Reads JSON without its traps, and names places and values in messages about it.
+"""Reads JSON without its traps, lays it out, and names places and values in messages about it.
 
 Python's reader silently keeps the last of two equal keys, and accepts NaN, Infinity and 1e400.
 """
@@ -15,6 +15,7 @@ from slagate.pools.grid.errors import Problem
 ROOT = "$"
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _SHOWN_CHARACTERS = 60
+_ROW = re.compile(r"\[[^\[\]{}]*\]")
 
 
 class ReadJson(NamedTuple):
@@ -118,3 +119,14 @@ def parts_of(root: object) -> Iterator[tuple[tuple[str | int, ...], object]]:
             todo += [((*path, key), item) for key, item in value.items()]
         elif isinstance(value, list):
             todo += [((*path, at), item) for at, item in enumerate(value)]
+
+
+def laid_out(content: object) -> str:
+    """JSON for people: indented, with each list that holds neither lists nor objects on one line."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    return _ROW.sub(lambda row: _joined(row[0]), text) + "\n"
+
+
+def _joined(row: str) -> str:
+    # A line end is never part of a JSON string, as other blanks may be.
+    return re.sub(r"\n\s*", " ", re.sub(r"(?<=\[)\n\s*|\n\s*(?=\])", "", row))

@@ -4,8 +4,6 @@ Exit status 0: the file was written; 1: it was, and with --strict some of its ce
 spec or one of its profiles cannot be used, and nothing was written.
 """
 
-import json
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -13,15 +11,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from slagate.pools.grid.errors import ConfigError, Problem
-from slagate.pools.grid.json_text import ROOT
+from slagate.pools.grid.json_text import ROOT, laid_out
 from slagate.pools.grid_build.build import ALGORITHMS, Algorithm, build_fleet
 from slagate.pools.grid_build.report import report_json, report_lines
 from slagate.pools.grid_build.spec import BuildSpec, parse_spec
 from slagate.router.cli.command import ending_on_usage_error, errors, fail
 
 EXIT_GAPS = 1
-
-_ROW = re.compile(r"\[[^\[\]{}]*\]")
 
 
 def _share(value: float | None) -> float | None:
@@ -68,8 +64,8 @@ def build(
     except ConfigError as error:
         _refuse(error, has_margin=margin is not None)
     if report is not None:
-        _write_text(report, fleet_text(report_json(fleet, read, algorithm)))
-    text = fleet_text(fleet.content)
+        _write_text(report, laid_out(report_json(fleet, read, algorithm)))
+    text = laid_out(fleet.content)
     if out is None:
         sys.stdout.write(text)
     else:
@@ -89,17 +85,6 @@ def _refuse(error: ConfigError, *, has_margin: bool) -> NoReturn:
     for problem in options[: None if others else -1]:
         errors.print(f"slagate: {problem}")
     fail(ConfigError(error.source, others) if others else options[-1])
-
-
-def fleet_text(content: object) -> str:
-    """JSON for people: indented, with each list that holds neither lists nor objects on one line."""
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    return _ROW.sub(lambda row: _joined(row[0]), text) + "\n"
-
-
-def _joined(row: str) -> str:
-    # A line end is never part of a JSON string, as other blanks may be.
-    return re.sub(r"\n\s*", " ", re.sub(r"(?<=\[)\n\s*|\n\s*(?=\])", "", row))
 
 
 def _algorithm(name: str) -> Algorithm:

@@ -49,7 +49,7 @@ def parameters_of(policy: str) -> Mapping[str, Parameter]:
     _check_name(policy, NAMES, "policy")
     peer = PEERS.get(policy)
     if peer is None:
-        return {}
+        return {}  # those of the gateway's own are settings of a gateway
     assert isinstance(peer, type)
     assert dataclasses.is_dataclass(peer)
     found = {}

@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from slagate.pools.fleet_file.load import FleetConfig, load_config, parse_config
+from slagate.pools.grid.json_text import laid_out
 from slagate.pools.grid_build.build import BuiltFleet, build_fleet
 from slagate.pools.grid_build.curve import (
     Load,
@@ -22,7 +23,7 @@ from slagate.pools.grid_build.curve import (
 from slagate.pools.grid_build.report import report_json, report_lines
 from slagate.pools.grid_build.spec import parse_spec
 from slagate.pools.grid_lint.lint import lint
-from slagate.router.cli.grid.build import build, fleet_text
+from slagate.router.cli.grid.build import build
 from slagate.workers.profiles.profile import load_profile
 from support.seeds import n_in
 
@@ -85,7 +86,7 @@ def built(content: dict[str, Any], **options: Any) -> BuiltFleet:
 
 def loaded(fleet: BuiltFleet, tmp_path: Path) -> FleetConfig:
     path = tmp_path / "fleet.json"
-    path.write_text(fleet_text(fleet.content))
+    path.write_text(laid_out(fleet.content))
     return load_config(path)
 
 
