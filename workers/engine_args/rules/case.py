@@ -10,11 +10,12 @@ from slagate.workers.engine_args.model.model import (
     KvCacheSection,
     SpeculativeSection,
 )
+from slagate.workers.kv_transfer.nixl.ucx import reaches_gpu
 
 Version = tuple[int, int]
 """TensorRT-LLM's, major and minor."""
 
-_BACKEND_BY_VARIABLE = ("NIXL", "UCX", "MOONCAKE", "MPI")
+_BACKENDS = ("NIXL", "UCX", "MOONCAKE", "MPI")
 """What DEFAULT is if TRTLLM_USE_..._KVCACHE is 1, the first one first: kv_cache_transceiver.py, ids
 616290201 (1.1), 59975471404 (1.4)."""
 
@@ -46,11 +47,6 @@ class EngineCase:
     wanted: IntendedUse
 
     @property
-    def is_disaggregated(self) -> bool:
-        """Whether KV caches of requests leave or reach this engine."""
-        return self.role in ("prefill", "decode")
-
-    @property
     def cache(self) -> KvCacheSection:
         """The section of the KV cache."""
         return self.args.kv_cache_config
@@ -74,14 +70,20 @@ class EngineCase:
     @property
     def transport(self) -> str | None:
         """The transceiver's back-end, DEFAULT as the environment has it; None without a transceiver."""
-        if self.transceiver is None or self.transceiver.backend != "DEFAULT":
-            return self.transceiver.backend if self.transceiver else None
-        chosen = (
-            name
-            for name in _BACKEND_BY_VARIABLE
-            if self.environment(f"TRTLLM_USE_{name}_KVCACHE") == "1"
-        )
-        return next(chosen, "NIXL")
+        backend = self.transceiver.backend if self.transceiver else None
+        return self.default_transport or "NIXL" if backend == "DEFAULT" else backend
+
+    @property
+    def default_transport(self) -> str | None:
+        """The back-end that a variable says DEFAULT is; None where none does."""
+        env = self.env
+        chosen = (one for one in _BACKENDS if env.get(f"TRTLLM_USE_{one}_KVCACHE") == "1")
+        return next(chosen, None)
+
+    @property
+    def ucx_reaches_gpu(self) -> bool:
+        """Whether UCX_TLS leaves UCX a transport for GPU memory."""
+        return reaches_gpu(self.env.get("UCX_TLS") or "all")
 
     @property
     def runtime(self) -> str | None:
@@ -114,6 +116,17 @@ class EngineCase:
             bounds.append(self.args.max_num_tokens)
         return min((bound for bound in bounds if bound is not None), default=None)
 
+    @property
+    def has_different_windows(self) -> bool:
+        """Whether there are different attention windows, of which none is longer than the context."""
+        windows = self.cache.max_attention_window or []
+        return len({min(window, self.args.max_seq_len or window) for window in windows}) > 1
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """The environment variables, as the engine will have them."""
+        return {**self.wanted.environ, **(self.args.env_overrides or {})}
+
     def has(self, key: str) -> bool:
         """Whether the key, or one below it, was set."""
         return any(name == key or name.startswith(f"{key}.") for name in self.given)
@@ -132,8 +145,3 @@ class EngineCase:
     def is_known_before(self, version: Version) -> bool:
         """Whether the engine is known to be older than this version."""
         return self.is_within(None, version) is True
-
-    def environment(self, name: str) -> str:
-        """An environment variable as the engine will have it; empty where it is not set."""
-        overrides = self.args.env_overrides or {}
-        return str(overrides.get(name, self.wanted.environ.get(name, "")))

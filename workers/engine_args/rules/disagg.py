@@ -1,4 +1,4 @@
-"""Rules of one role of a disaggregated deployment: transceiver, buffer, scheduler, transport.
+"""Rules of the transfer buffer, which a role of a disaggregated deployment has.
 
 The C++ transceiver sets a buffer aside and asks for whole blocks: cacheTransBuffer.cpp, ids 798615167 and
 57029962989. Python's moves blocks: create_kv_cache_transceiver, ids 616290201 (1.1), 59975471404 (1.4).
@@ -7,9 +7,7 @@ The C++ transceiver sets a buffer aside and asks for whole blocks: cacheTransBuf
 from collections.abc import Iterator
 
 from slagate.workers.engine_args.rules.case import EngineCase
-from slagate.workers.engine_args.rules.row import RuleRow, value_at
 from slagate.workers.findings import Finding, error, note, warning
-from slagate.workers.kv_transfer.nixl.ucx import reaches_gpu
 
 SECTION = "cache_transceiver_config"
 BUFFER = f"{SECTION}.max_tokens_in_buffer"
@@ -28,7 +26,6 @@ SIZED_BY_CONTEXT = (1, 3)
 LONG_CONTEXT_TOKENS = 32_768
 """A buffer for a longer sequence may take more than a GPU has."""
 
-SIZE_VARIABLE = "TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE"
 ZERO_COPY = "TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER"
 SAY_LONGEST = "slagate worker check --longest-prompt"
 
@@ -44,160 +41,10 @@ def _is_surely_cpp(case: EngineCase) -> bool:
     return case.runtime != "PYTHON" and not (may_choose and is_asked)
 
 
-ROWS = (
-    RuleRow(
-        "error E201 cache_transceiver_config",
-        lambda case: case.is_disaggregated and case.args.cache_transceiver_config is None,
-        "is missing: a {case.role} worker without it refuses every disaggregated request",
-        f"add {SECTION} with backend: DEFAULT and max_tokens_in_buffer, on both roles",
-    ),
-    RuleRow(
-        "error E202 cache_transceiver_config.backend",
-        lambda case: (
-            case.is_disaggregated and case.args.cache_transceiver_config and not case.transceiver
-        ),
-        "is null, which switches off the transceiver that a {case.role} worker needs",
-        "set it to DEFAULT, UCX or NIXL",
-    ),
-    RuleRow(
-        "note E208 cache_transceiver_config",
-        lambda case: case.role == "agg" and case.transceiver,
-        "is there, and an aggregated worker hands nothing over",
-        "take it out",
-    ),
-    # executor/worker.py, up to 1.2
-    RuleRow(
-        "error E206 disable_overlap_scheduler",
-        lambda case: case.role == "prefill" and not case.args.disable_overlap_scheduler,
-        "is false, and the engine then refuses context-only requests",
-        "set disable_overlap_scheduler: true on prefill",
-        before=(1, 3),
-    ),
-    RuleRow(
-        "note E207 disable_overlap_scheduler",
-        lambda case: (
-            case.role in ("agg", "decode")
-            and case.args.disable_overlap_scheduler
-            and not case.drafting
-        ),
-        "is true: steps wait for the host",
-        "take it out; only prefill needs it",
-    ),
-    RuleRow(
-        "note E209 cache_transceiver_config.backend",
-        lambda case: (
-            case.transceiver
-            and case.transceiver.backend == "DEFAULT"
-            and case.environment(f"TRTLLM_USE_{case.transport}_KVCACHE") == "1"
-        ),
-        "is DEFAULT, which TRTLLM_USE_{case.transport}_KVCACHE=1 makes {case.transport}",
-        "name {case.transport} here, on both roles, and take the variable out",
-    ),
-    RuleRow(
-        "warning E210 cache_transceiver_config.backend",
-        lambda case: (
-            case.is_disaggregated
-            and case.transport in ("UCX", "NIXL")
-            and not reaches_gpu(case.environment("UCX_TLS") or "all")
-        ),
-        "goes over UCX, and UCX_TLS leaves it no transport for GPU memory",
-        "add cuda to UCX_TLS, or unset it",
-    ),
-    RuleRow(
-        "note E213 cache_transceiver_config.max_tokens_in_buffer",
-        lambda case: (
-            case.transceiver
-            and case.environment(SIZE_VARIABLE)
-            and case.transceiver.max_tokens_in_buffer is not None
-        ),
-        f"is {{value}}, beside which {SIZE_VARIABLE} has no effect",
-        "take one of the two out",
-    ),
-    RuleRow(
-        "note E213 cache_transceiver_config.max_tokens_in_buffer",
-        lambda case: (
-            case.transceiver
-            and case.environment(SIZE_VARIABLE)
-            and case.transceiver.max_tokens_in_buffer is None
-            and not case.is_known_before(SIZED_BY_CONTEXT)
-        ),
-        f"is missing, and since TensorRT-LLM 1.3 {SIZE_VARIABLE} does not stand in for it",
-        "set it in tokens, and take the variable out",
-    ),
-    # `AgentConnection::sendRequestAndBufferInfo`, ids 724860387 (1.1) and 56327369869 (1.4)
-    RuleRow(
-        f"warning E214 {SECTION}.backend",
-        lambda case: (
-            case.is_disaggregated
-            and case.transport in ("NIXL", "MOONCAKE")
-            and case.runtime != "PYTHON"
-            and case.environment(ZERO_COPY) == "1"
-        ),
-        f"is {{case.transport}}, over which the C++ transceiver fails each transfer with {ZERO_COPY}=1",
-        "take the variable out, or use backend: UCX",
-    ),
-    RuleRow(
-        "warning E211 cache_transceiver_config.transceiver_runtime",
-        lambda case: (
-            case.cache.use_kv_cache_manager_v2 is True
-            and case.transport == "NIXL"
-            and case.runtime == "auto"
-        ),
-        "is left to the model, and kv_cache_config.use_kv_cache_manager_v2 needs the Python runtime",
-        "set it to PYTHON",
-    ),
-    RuleRow(
-        "error E211 cache_transceiver_config.transceiver_runtime",
-        lambda case: (
-            case.cache.use_kv_cache_manager_v2 is True
-            and case.runtime in ("CPP", "auto")
-            and (case.transport != "NIXL" or case.runtime == "CPP")
-        ),
-        "is {value} over {case.transport}, and caches of the V2 manager go by NIXL and PYTHON only: the "
-        "engine does not start",
-        "set backend: NIXL and transceiver_runtime: PYTHON, or use_kv_cache_manager_v2: false",
-    ),
-    RuleRow(
-        "error E212 cache_transceiver_config.backend",
-        lambda case: case.runtime == "PYTHON" and case.transport != "NIXL",
-        "is {case.transport}, and transceiver_runtime PYTHON goes by NIXL only: the engine does not start",
-        "set it to NIXL, or take transceiver_runtime out",
-    ),
-    RuleRow(
-        "error E212 cache_transceiver_config.enable_pipelined_transfer",
-        lambda case: (
-            case.transceiver
-            and case.transceiver.enable_pipelined_transfer
-            and not (
-                case.transport == "NIXL"
-                and case.transceiver.transceiver_runtime != "CPP"
-                and case.args.enable_chunked_prefill
-                and not case.transceiver.kv_cache_bounce_size_mb
-            )
-        ),
-        "is true, which needs NIXL, the Python runtime, enable_chunked_prefill and no bounce buffer",
-        "take it out, or set those",
-        since=(1, 4),
-    ),
-    # KvCacheTransceiverV2, id 68294582186
-    RuleRow(
-        "error E212 cache_transceiver_config.kv_transfer_timeout_ms",
-        lambda case: (
-            case.runtime == "PYTHON"
-            and case.has(f"{SECTION}.kv_transfer_timeout_ms")
-            and value_at(case, f"{SECTION}.kv_transfer_timeout_ms") is None
-        ),
-        "is null, and transceiver_runtime PYTHON needs a limit",
-        "set it to 600000, or take it out",
-        since=(1, 4),
-    ),
-)
-
-
 def check_transfer_buffer(case: EngineCase) -> Iterator[Finding]:
     """Yields E203 to E205 for a buffer of the C++ transceiver; one of 0 tokens is made for each prompt."""
     section, context = case.transceiver, case.args.max_seq_len
-    if not case.is_disaggregated or section is None or case.runtime == "PYTHON":
+    if case.role == "agg" or section is None or case.runtime == "PYTHON":
         return
     buffer, block = section.max_tokens_in_buffer, case.cache.tokens_per_block
     said, longest = case.wanted.longest_prompt_tokens, case.longest_prompt_tokens
@@ -231,7 +78,7 @@ def small_buffer(case: EngineCase, buffer: int, longest: int | None) -> Finding:
         f"is {buffer:,}, and prompts {prompts}: those take memory besides it, which may {risk}, so "
     )
     advice = f"set it to {case.args.up_to_blocks(longest) if longest else 'the longest prompt'}"
-    if case.transport == "UCX" and case.environment(ZERO_COPY) == "1":
+    if case.transport == "UCX" and case.env.get(ZERO_COPY) == "1":
         text = f"is {buffer:,}, and prompts {prompts}: {ZERO_COPY} sends those between equals, but "
         advice += ", or to 0, which bounds none"
     if not case.wanted.longest_prompt_tokens:

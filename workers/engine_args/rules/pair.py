@@ -14,7 +14,7 @@ from slagate.workers.engine_args.rules.disagg import (
     SMALL_BUFFER_TOKENS,
     small_buffer,
 )
-from slagate.workers.engine_args.rules.row import value_at
+from slagate.workers.engine_args.rules.rule import value_at
 from slagate.workers.findings import Finding, error, note, warning
 
 Put = Callable[[str, str, str, str], Finding]
