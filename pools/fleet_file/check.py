@@ -13,22 +13,9 @@ from slagate.pools.fleet_file.models import FILES, AggFile, PrefillFile
 from slagate.pools.fleet_file.report import ABSENT, ConfigReport, Path
 from slagate.pools.fleet_file.rules import HALF, check_rules, read_profiles, worker_faults
 from slagate.pools.fleet_file.spelling import drop_second_spellings, respelled
+from slagate.pools.fleet_file.validation import MISSING, reason
 from slagate.pools.grid.json_text import ReadJson
 from slagate.workers.profiles.profile import TpProfile
-
-# Messages for pydantic's kinds of error; our own kinds bring theirs.
-_REASONS = {
-    "missing": "is required",
-    "int_type": "must be an integer",
-    "bool_type": "must be true or false",
-    "string_type": "must be a string",
-    "string_unicode": "must have keys of valid Unicode",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "invalid_key": "must have string keys",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-}
 
 
 class CheckOptions(NamedTuple):
@@ -69,11 +56,8 @@ def checked(content: Mapping[str, Any], extras: CheckOptions) -> CheckedFile:
         file = FILES[form.mode].model_validate(report.content)
     except ValidationError as error:
         for item in error.errors(include_url=False):
-            known = _REASONS.get(item["type"])
-            reason = known.format(**item.get("ctx", {})) if known else item["msg"]
-            report.refuse(
-                item["loc"], reason, ABSENT if item["type"] == "missing" else item["input"]
-            )
+            got = ABSENT if item["type"] in MISSING else item["input"]
+            report.refuse(item["loc"], reason(item), got)
     check_rules(report, form)
     profiles = _check_serving(report, form) if extras.serving else None
     return CheckedFile(report, form, file, kept, profiles)

@@ -39,7 +39,7 @@ def is_number(value: object) -> bool:
         return False
 
 
-def _must(message: LiteralString, holds: Callable[[Any], bool]) -> Callable[[Any], Any]:
+def must(message: LiteralString, holds: Callable[[Any], bool]) -> Callable[[Any], Any]:
     """A validator that lets a value pass where this holds; `message` says what must."""
 
     def check(value: Any) -> Any:
@@ -70,16 +70,16 @@ def _address(value: str) -> str:
     return value
 
 
-_FINITE = PlainValidator(_must("must be a finite number", is_finite_number))
-_POSITIVE = _must("must be a finite number above 0", lambda v: is_number(v) and v > 0)
-_TARGET = _must("must be a finite number, 0 or above", lambda v: is_number(v) and v >= 0)
-_POOL = _must(
+_FINITE = PlainValidator(must("must be a finite number", is_finite_number))
+_POSITIVE = must("must be a finite number above 0", lambda v: is_number(v) and v > 0)
+_TARGET = must("must be a finite number, 0 or above", lambda v: is_number(v) and v >= 0)
+_POOL = must(
     "must be a pool number or the name of a pool",
     lambda v: isinstance(v, int | str) and not isinstance(v, bool),
 )
-_INTEGER = _must("must be an integer", lambda v: isinstance(v, int) and not isinstance(v, bool))
+_INTEGER = must("must be an integer", lambda v: isinstance(v, int) and not isinstance(v, bool))
 # A key is left out by its absence alone: null means "nothing" to some readers and "zero" to others.
-_GIVEN = _must("must not be null, leave the key out instead", lambda v: v is not None)
+_GIVEN = must("must not be null, leave the key out instead", lambda v: v is not None)
 
 # These are only compared, so that they need not fit a double.
 AnyNumber = Annotated[int | float, _FINITE, WithJsonSchema({"type": "number"})]
@@ -87,7 +87,7 @@ AnyNumber = Annotated[int | float, _FINITE, WithJsonSchema({"type": "number"})]
 Number = Annotated[
     int | float,
     _FINITE,
-    AfterValidator(_must("must be a number that a double can hold", is_number)),
+    AfterValidator(must("must be a number that a double can hold", is_number)),
     WithJsonSchema({"type": "number"}),
 ]
 Positive = Annotated[
@@ -112,10 +112,10 @@ Count = Annotated[int, Field(ge=1)]
 Limit = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Name = Annotated[
     str,
-    AfterValidator(_must("must not be empty", bool)),
+    AfterValidator(must("must not be empty", bool)),
     # Names travel in gRPC messages, which are UTF-8, and half a surrogate pair has no UTF-8.
     AfterValidator(
-        _must(
+        must(
             "must not have half of a surrogate pair",
             lambda v: not any("\ud800" <= char <= "\udfff" for char in v),
         )
@@ -125,7 +125,7 @@ Name = Annotated[
 Word = Annotated[
     str,
     AfterValidator(
-        _must(
+        must(
             "must have printable characters, and some besides spaces",
             lambda v: v.isprintable() and v.strip() != "",
         )

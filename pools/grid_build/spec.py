@@ -4,7 +4,7 @@ It is read here, and checked with `spec_rules` and the timing profiles that it n
 page for operators.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -22,28 +22,11 @@ from slagate.pools.fleet_file.models import (
     Word,
 )
 from slagate.pools.fleet_file.rules import read_profiles
+from slagate.pools.fleet_file.validation import problems as found_by_pydantic
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import ROOT, json_path, read_json, shown
 from slagate.pools.grid_build.spec_rules import contradictions
 from slagate.workers.profiles.profile import TpProfile
-from slagate.workers.runtime.usage import unknown_key
-
-_REASONS = {
-    "missing": "is required",
-    "int_type": "must be an integer",
-    "bool_type": "must be true or false",
-    "string_type": "must be a string",
-    "float_type": "must be a number",
-    "float_parsing": "must be a number",
-    "dict_type": "must be an object",
-    "too_short": "must not be empty",
-    "model_type": "must be an object",
-    "greater_than": "must be above {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than": "must be below {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "literal_error": "must be {expected}",
-}
 
 
 def _point(value: object) -> object:
@@ -200,7 +183,7 @@ def parse_spec(text: str, source: str) -> BuildSpec:
     try:
         spec = _SPECS[mode].model_validate(content)
     except ValidationError as error:
-        problems += [_problem(item, mode) for item in error.errors(include_url=False)]
+        problems += found_by_pydantic(error, _keys(mode))
     # Rules come last: for a place that cannot be read the earlier message is better.
     problems += contradictions(content, STAGES[mode], AXES)
     problems += profile_problems(content, STAGES[mode])
@@ -212,24 +195,18 @@ def parse_spec(text: str, source: str) -> BuildSpec:
     return spec
 
 
-def _problem(item: Any, mode: str) -> Problem:
-    kind, path = item["type"], item["loc"]
-    if kind == "extra_forbidden":
-        return Problem(json_path(path), f"{_unknown(path, mode)} (got {shown(item['input'])})")
-    known = _REASONS.get(kind)
-    reason = known.format(**item.get("ctx", {})) if known else item["msg"]
-    got = "nothing" if kind == "missing" else shown(item["input"])
-    return Problem(json_path(path), f"{reason} (got {got})")
-
-
-def _unknown(path: tuple[str | int, ...], mode: str) -> str:
-    model: Any = _SPECS[mode]
-    if path[:-1]:
-        parent = next((part for part in reversed(path[:-1]) if isinstance(part, str)), "")
-        models = {"pools": PoolBuildSpec, "traffic": TrafficSpec, "prefill": PrefillSpec}
-        models |= {"decode": DecodeSpec, "agg": AggSpec}
-        model = models.get(parent, AxisSpec)
-    return unknown_key(str(path[-1]), model.model_fields)
+def _keys(mode: str) -> dict[str, Iterable[str]]:
+    models: dict[str, type[BaseModel]] = {
+        "": _SPECS[mode],
+        "traffic": TrafficSpec,
+        "prefill": PrefillSpec,
+        "decode": DecodeSpec,
+        "agg": AggSpec,
+        "pools": PoolBuildSpec,
+        "objectives": Objective,
+        **{name: AxisSpec for axes in AXES.values() for name in axes},
+    }
+    return {name: model.model_fields for name, model in models.items()}
 
 
 def stage_profiles(

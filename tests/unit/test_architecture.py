@@ -80,7 +80,7 @@ ARROWS: dict[str, set[str]] = {
         "pools/prefix",
     },
     "pools/fleet_file": {"workers/profiles", "workers/runtime", "pools/grid"},
-    "pools/grid_build": {"workers/profiles", "workers/runtime", "pools/fleet_file", "pools/grid"},
+    "pools/grid_build": {"workers/profiles", "pools/fleet_file", "pools/grid"},
     "pools/grid_lint": {
         "workers/findings.py", "workers/profiles", "pools/fleet_file", "pools/grid",
         "pools/grid_build",
