@@ -19,6 +19,7 @@ from slagate.router.request.metadata import (
     PRIORITY,
     RECEIPT,
     RECEIPT_TRAILER,
+    SESSION_ID,
     TTFT,
 )
 
@@ -45,12 +46,13 @@ class Ask(NamedTuple):
         ).SerializeToString()
 
     def metadata(self) -> Metadata:
-        """Targets, class and priority, and that a receipt is wanted."""
+        """Targets, class, priority, conversation and tenant, and that a receipt is wanted."""
         named = [
             (TTFT, f"{self.sla.ttft_ms:g}"),
             (ITL, f"{self.sla.itl_ms:g}"),
             (OBJECTIVE, self.sla.name),
             (PRIORITY, str(self.sla.priority)),
+            (SESSION_ID, f"conversation-{self.row.conversation}"),
             (RECEIPT, "1"),
         ]
         if self.tenant:

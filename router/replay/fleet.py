@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from slagate.pools.fleet_file.load import FleetConfig, load_config
+from slagate.pools.fleet_file.models import PoolSpec, Positive, TargetMs
 from slagate.pools.grid.grid import Stage
 from slagate.workers.kv_transfer.memory import MemoryExchange
 from slagate.workers.profiles.profile import TpProfile
@@ -23,7 +25,11 @@ KV_BLOCK_BYTES = 16
 
 
 class SimPool(NamedTuple):
-    """One pool of a fleet, simulated."""
+    """One pool of a fleet, simulated.
+
+    The attention-DP ranks of a worker compute in step, each its own batch: the slowest one's time, by the
+    profile, is that of all. Each has a KV cache and GPUs as the profile has them.
+    """
 
     name: str
     stage: Stage
@@ -31,7 +37,8 @@ class SimPool(NamedTuple):
     profile: TpProfile
     gpus: float  # of each worker
     addresses: tuple[str, ...]
-    batch: int
+    batch: int  # of each rank
+    ranks: int = 1
 
 
 class SimFleet(NamedTuple):
@@ -47,6 +54,14 @@ class SimFleet(NamedTuple):
         return sum(pool.gpus * len(pool.addresses) for pool in self.pools)
 
 
+class Slow(NamedTuple):
+    """A pool whose steps take `factor` times as long, from so long after the first arrival on."""
+
+    pool: str
+    factor: Positive
+    from_s: TargetMs = 0.0
+
+
 class Imperfection(NamedTuple):
     """What a fleet has and a profile does not say, in seconds where no unit is named."""
 
@@ -56,16 +71,19 @@ class Imperfection(NamedTuple):
     events_late_s: float = 0.020
     connect_s: float = 0.030  # of the first transfer between two workers
     latency_s: float = 0.0005  # each way between gateway and worker
+    slow: Slow | None = None
+    prediction_noise: float = 0.0  # of the natural logarithm of the factors in `noise`
 
 
 REAL = Imperfection()
 IDEAL = Imperfection(0.0, 0.0, 0.0, REAL.latency_s, 0.0)
 
 
-def load_fleet(path: str | Path) -> SimFleet:
+def load_fleet(path: str | Path, ranks: Mapping[str, int] = MappingProxyType({})) -> SimFleet:
     """The fleet file at `path`. Raises `ConfigError`, and `UsageError` for a pool that cannot be simulated.
 
-    A pool without workers gets `replicas` of them.
+    A pool without workers gets `replicas` of them. `ranks` says how many attention-DP ranks the workers of
+    a pool have, by its name; names of other fleets' pools are of no account.
     """
     plain = load_config(path)
     if "prefill" in plain.stages and "decode" not in plain.stages:
@@ -91,27 +109,41 @@ def load_fleet(path: str | Path) -> SimFleet:
                     Stage(stage),
                     spec.profile,
                     config.profiles[name],
-                    float(spec.gpus),
+                    _gpus(spec, ranks.get(name, 1)),
                     tuple(spec.workers),
                     spec.batch or DEFAULT_BATCH,
+                    ranks.get(name, 1),
                 )
             )
     return SimFleet(config, tuple(pools), pools[0].profile.model)
 
 
+def _gpus(spec: PoolSpec, ranks: int) -> float:
+    """GPUs of one worker: `cost`, which is of a whole one, or else what the profile has, for each rank."""
+    return float(spec.gpus if spec.cost is not None else spec.gpus * ranks)
+
+
 def step_factor(
-    imperfection: Imperfection, seed: int, address: str
+    imperfection: Imperfection, seed: int, address: str, *, pool: str = "", first_s: float = 0.0
 ) -> Callable[[float], float] | None:
     """A worker's factor of its step times, as `Conditions` has it; None: always 1.
 
-    Both parts are lognormal with median 1.
+    That of the worker and that of each step are lognormal with median 1. `first_s` is when the first
+    request arrives.
     """
     worker_sigma, step_sigma = imperfection.worker_sigma, imperfection.step_sigma
-    if not worker_sigma and not step_sigma:
+    slow = imperfection.slow
+    slow_from_s = first_s + slow.from_s if slow is not None and slow.pool == pool else math.inf
+    if not worker_sigma and not step_sigma and slow_from_s == math.inf:
         return None
     rng = random.Random(f"{seed} {address}")
     worker = rng.gauss(0.0, worker_sigma)
-    return lambda _: math.exp(worker + rng.gauss(0.0, step_sigma))
+
+    def factor(now_s: float) -> float:
+        drawn = math.exp(worker + rng.gauss(0.0, step_sigma))
+        return drawn * slow.factor if slow is not None and now_s >= slow_from_s else drawn
+
+    return factor
 
 
 @asynccontextmanager
@@ -120,9 +152,10 @@ async def simulated_workers(
     imperfection: Imperfection,
     *,
     seed: int,
+    first_s: float,
     answer_tokens: Callable[[bytes], int],
 ) -> AsyncIterator[Mapping[str, TrtllmWorker]]:
-    """All workers of the fleet, by address, for the time of the block.
+    """All workers of the fleet, by address, for the time of the block; `first_s` as in `step_factor`.
 
     Decode workers publish no KV events, since the gateway follows none of theirs.
     """
@@ -138,8 +171,11 @@ async def simulated_workers(
                     model=fleet.model,
                     kv_block_bytes=KV_BLOCK_BYTES,
                     max_batch_size=pool.batch,
+                    ranks=pool.ranks if pool.ranks > 1 else None,
                     conditions=Conditions(
-                        step_factor=step_factor(imperfection, seed, address),
+                        step_factor=step_factor(
+                            imperfection, seed, address, pool=pool.name, first_s=first_s
+                        ),
                         connect_s=imperfection.connect_s,
                         answer_tokens=answer_tokens,
                     ),

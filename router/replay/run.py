@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import anyio
+import grpc
 
 from slagate.router.app import YOUNG_OBJECTS, App, build
 from slagate.router.generate import generate
@@ -20,6 +21,7 @@ from slagate.router.replay.fleet import Imperfection, SimFleet, simulated_worker
 from slagate.router.replay.invariants import check_always, check_idle, check_index
 from slagate.router.replay.network import FarWorker
 from slagate.router.replay.policies.choose import Router
+from slagate.router.replay.policies.noise import NoisyChoice
 from slagate.router.request.call import ClientCall
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime import virtual_loop
@@ -113,7 +115,9 @@ async def _play(
         await check_idle(app, workers, n_requests=len(asks))
         if router.policy == "prefix":
             check_index(app, workers)
-        _check_tokens(played.answers, lengths, fleet.model)
+        window_tokens = app.fleet.context_window(fleet.model)
+        assert window_tokens is not None, "every simulated engine says it"
+        _check_tokens(played.answers, lengths, fleet.model, window_tokens)
     return played
 
 
@@ -126,9 +130,13 @@ async def _running(
     answer_tokens: Callable[[bytes], int],
 ) -> AsyncIterator[tuple[App, Mapping[str, TrtllmWorker]]]:
     """A gateway over the fleet's workers, all of them ready."""
+    first_s = anyio.current_time() + STARTED_S
+    sigma = imperfection.prediction_noise
     async with AsyncExitStack() as stack:
         workers = await stack.enter_async_context(
-            simulated_workers(fleet, imperfection, seed=seed, answer_tokens=answer_tokens)
+            simulated_workers(
+                fleet, imperfection, seed=seed, first_s=first_s, answer_tokens=answer_tokens
+            )
         )
 
         @asynccontextmanager
@@ -148,10 +156,10 @@ async def _running(
                 now_s=anyio.current_time,
                 unix_s=anyio.current_time,
                 rng=random.Random(seed),
-                choose=router.choose,
+                choose=NoisyChoice(router.choose, sigma, seed) if sigma else router.choose,
             )
         )
-        await anyio.sleep(STARTED_S)
+        await anyio.sleep_until(first_s)
         assert not app.fleet.unready_stages(), "every worker is up"
         yield app, workers
 
@@ -190,8 +198,13 @@ async def _look(
                 idleness.n_idle_while_waiting += n_idle if waits else 0
 
 
-def _check_tokens(answers: Sequence[Answer], lengths: Mapping[bytes, int], model: str) -> None:
-    """I7: what a client got is what the engine says, from the start, without a hole, and all of it."""
+def _check_tokens(
+    answers: Sequence[Answer], lengths: Mapping[bytes, int], model: str, window_tokens: int
+) -> None:
+    """I7: what a client got is what the engine says, from the start, without a hole, and all of it.
+
+    An answer that fills the context window ends there.
+    """
     for answer in answers:
         ask, tokens = answer.ask, answer.tokens
         n_answer = lengths[_digest(token_bytes(ask.tokens))]
@@ -204,6 +217,8 @@ def _check_tokens(answers: Sequence[Answer], lengths: Mapping[bytes, int], model
             answer=AnswerLength(n_answer, END_ID),
         )
         assert tokens == expected, ask.row
+        assert answer.status is not None
+        assert answer.status.code is not grpc.StatusCode.INTERNAL, answer.status.message
         if answer.is_answered:
             n_expected = ask.max_tokens if ask.ignore_eos else min(n_answer, ask.max_tokens)
-            assert len(tokens) == n_expected, ask.row
+            assert len(tokens) == min(n_expected, window_tokens - len(ask.tokens)), ask.row

@@ -173,13 +173,14 @@ ARROWS: dict[str, set[str]] = {
         "pools/inflight", "pools/prefix", "router/request", "router/scheduling",
     },
     "router/replay": {
-        "proto/rpc", "workers/kv_transfer", "workers/profiles", "workers/runtime",
+        "configs", "proto/rpc", "workers/kv_transfer", "workers/profiles", "workers/runtime",
         "workers/serving", "workers/sim", "workers/sim/kv_cache", "workers/trtllm",
         "workers/worker.py", "pools/fleet_file", "pools/grid", "router/app.py",
         "router/generate.py", "router/loadgen", "router/replay/policies", "router/request",
     },
     "router/replay/policies": {
-        "workers/runtime", "pools/fleet", "pools/grid", "pools/inflight", "router/request",
+        "workers/runtime", "pools/estimator", "pools/fleet", "pools/grid", "pools/inflight",
+        "router/request",
         "router/scheduling",
     },
     "router/reload": {

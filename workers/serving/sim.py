@@ -66,7 +66,9 @@ class SimOptions:
     kv_block_bytes: int = 4096
     max_batch_size: int = 256
     max_seq_len: int = 131_072
-    attention_dp: bool = False
+    ranks: int | None = (
+        None  # of attention DP, each with the profile's times; None: no attention DP
+    )
     kv_host_blocks: int = 0
     kv_events: int = KV_EVENTS
     stream_interval: int = 1
@@ -77,6 +79,11 @@ class SimOptions:
     api: str = NEWEST
     logits: LogitsProcessors = field(default_factory=LogitsProcessors)
     conditions: Conditions = field(default_factory=Conditions)
+
+    @property
+    def engine_tp(self) -> int:
+        """The engine's tensor-parallel size: with attention DP its number of ranks, whatever each has."""
+        return self.tp if self.ranks is None else self.ranks
 
     def load_tp_profile(self) -> TpProfile:
         """The model's timings and capacity, with `kv_blocks`. Raises `ProfileError`."""
@@ -119,7 +126,7 @@ async def sim_worker(
         transfer_backend="" if transport is None else transport.name,
         kv_transport="" if transport is None else transport.name,
         transfer_library="UCX" if isinstance(transport, NixlTransport) else "",
-        tensor_parallel_size=options.tp,
+        tensor_parallel_size=options.engine_tp,
         end_id=END_ID,
         vocab_size=VOCAB_SIZE,
     )
@@ -174,8 +181,8 @@ def _sim_llm(
         llm: SimLLM = api.LLM(
             options.model or profile.model,
             skip_tokenizer_init=True,
-            tensor_parallel_size=options.tp,
-            enable_attention_dp=options.attention_dp,
+            tensor_parallel_size=options.engine_tp,
+            enable_attention_dp=options.ranks is not None,
             max_batch_size=options.max_batch_size,
             max_seq_len=options.max_seq_len,
             enable_chunked_prefill=True,
@@ -268,7 +275,6 @@ async def _transport(
         yield OpenedTransport(None, "")
         return
     n_blocks = options.load_tp_profile().kv_capacity_tokens // BLOCK_TOKENS
-    n_ranks = options.tp if options.attention_dp else 1
     try:
         opened = open_transport(
             options.transport,
@@ -276,7 +282,7 @@ async def _transport(
             loopback=_is_loopback(listen.host),
             block_bytes=options.kv_block_bytes,
             # As many as the cache has blocks, which parked prompts share in it and here, and their tickets.
-            n_slots=max(N_SLOTS, 2 * n_blocks * n_ranks),
+            n_slots=max(N_SLOTS, 2 * n_blocks * (options.ranks or 1)),
             pull_limit_s=options.kv_transfer_timeout_s,
         )
     except KvUnavailable as error:

@@ -198,7 +198,7 @@ def sim(
         kv_block_bytes=kv_block_bytes,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
-        attention_dp=attention_dp,
+        ranks=tp if attention_dp else None,
         kv_host_blocks=kv_host_blocks,
         kv_events=kv_events,
         stream_interval=stream_interval,
