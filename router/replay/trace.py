@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from gzip import GzipFile
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,6 +121,13 @@ def read_rows(
     for text in (*notes, *_odd_times(rows)):
         note(f"{path}: {text}")
     return sorted(rows, key=lambda row: row.time_s)
+
+
+def count_rows(path: str | Path, *, most: int) -> int:
+    """How many rows the trace at `path` has, up to `most`; they are not looked at. Raises `TraceError`."""
+    with _opened(path) as file:
+        read = _format_of(_lines(file, str(path)), str(path))
+        return sum(1 for _ in islice(read.rows, most))
 
 
 def arrival_s(rows: Sequence[TraceRow], load: float) -> list[float]:

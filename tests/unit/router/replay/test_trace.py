@@ -18,6 +18,7 @@ from slagate.router.replay.trace import (
     MAX_TOKENS,
     TraceRow,
     arrival_s,
+    count_rows,
     read_rows,
 )
 
@@ -97,6 +98,14 @@ def test_fewer_rows_than_asked_for_are_read_with_a_note(reader: Reader) -> None:
     assert len(reader.read(content, skip=2)) == 2
     assert reader.notes == ["has 4 rows, so 2 in place of 3 are read"]
     assert reader.refused(content, skip=4) == "FILE: has 4 rows, none from row 4 on"
+
+
+def test_rows_are_counted_without_a_look_at_them(reader: Reader) -> None:
+    content = "\n\n".join([mooncake(0, 10, 1), "no JSON", mooncake(9, 10, 1), ""])
+    reader.path.write_text(content, encoding="utf-8")
+    assert [count_rows(reader.path, most=most) for most in (2, 3, 4)] == [2, 3, 3]
+    reader.path.write_text(f"{AZURE}\n\n,,\nsoon,1,1\n", encoding="utf-8")
+    assert count_rows(reader.path, most=9) == 1
 
 
 def test_rows_out_of_order_come_in_order_of_time(reader: Reader) -> None:
