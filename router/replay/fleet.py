@@ -23,6 +23,9 @@ DEFAULT_BATCH = 256
 KV_BLOCK_BYTES = 16
 """The least that a simulated block may have: its bytes are checked, and nothing is timed by them."""
 
+STATS_EVERY_S = 0.25
+"""Between two polls of an engine for its newest statistics: a part of the time between load reports."""
+
 
 class SimPool(NamedTuple):
     """One pool of a fleet, simulated.
@@ -172,6 +175,7 @@ async def simulated_workers(
                     kv_block_bytes=KV_BLOCK_BYTES,
                     max_batch_size=pool.batch,
                     ranks=pool.ranks if pool.ranks > 1 else None,
+                    stats_every_s=STATS_EVERY_S,
                     conditions=Conditions(
                         step_factor=step_factor(
                             imperfection, seed, address, pool=pool.name, first_s=first_s

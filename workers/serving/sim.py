@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -34,6 +34,7 @@ from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following
 from slagate.workers.trtllm.engine import ask_kv_capacity
 from slagate.workers.trtllm.metrics import SILENT, Observer, WorkerMetrics
+from slagate.workers.trtllm.poll import STATS_PACE, Pace
 from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
 from slagate.workers.trtllm.worker import TrtllmWorker
 
@@ -79,6 +80,7 @@ class SimOptions:
     api: str = NEWEST
     logits: LogitsProcessors = field(default_factory=LogitsProcessors)
     conditions: Conditions = field(default_factory=Conditions)
+    stats_every_s: float | None = None  # so often the newest iteration's only; None: all of them
 
     @property
     def engine_tp(self) -> int:
@@ -143,10 +145,15 @@ async def sim_worker(
                 observer=observer,
                 logits=options.logits,
                 capacity=ask_kv_capacity(llm),
+                stats_pace=_stats_pace(options.stats_every_s),
             )
             tasks.cancel_scope.cancel()
     finally:
         llm.shutdown()
+
+
+def _stats_pace(every_s: float | None) -> Pace:
+    return STATS_PACE if every_s is None else Pace(every_s, 1.0, every_s)
 
 
 def _api(name: str) -> SimApi:
@@ -176,6 +183,7 @@ def _sim_llm(
     if "kv_cache_config.use_kv_cache_manager_v2" not in LACKS[api.version]:
         # The other manager's events do not say a request's salt, so a worker would refuse it.
         kv_cache["use_kv_cache_manager_v2"] = False
+    stats: dict[str, Any] = {} if options.stats_every_s is None else {"max_stats_len": 1}
     place = blake2b(instance_id.encode(), digest_size=2).digest()
     try:
         llm: SimLLM = api.LLM(
@@ -190,6 +198,7 @@ def _sim_llm(
             # Early versions do not survive a context-only request otherwise.
             disable_overlap_scheduler=options.role == "prefill",
             stream_interval=options.stream_interval,
+            **stats,
             kv_cache_config=kv_cache,
             cache_transceiver_config=transceiver,
             sim=SimSettings(

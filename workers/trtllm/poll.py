@@ -262,8 +262,9 @@ def _flat(polled: Any) -> Iterator[Any]:
 class NewestRows:
     """The newest iteration statistics of each attention-DP rank. Rows that cannot be used are counted."""
 
-    def __init__(self, n_ranks: int) -> None:
+    def __init__(self, n_ranks: int, pace: Pace = STATS_PACE) -> None:
         self._n_ranks = n_ranks
+        self._pace = pace
         self._n_unusable = 0
         self._poller: Poller | None = None
         self.of_rank: dict[int, dict[str, Any]] = {}
@@ -302,7 +303,7 @@ class NewestRows:
                 on_rows(read)
 
         self._poller = Poller(
-            "stats", poll, take, pace=STATS_PACE, activity=activity, on_error=on_error
+            "stats", poll, take, pace=self._pace, activity=activity, on_error=on_error
         )
         await self._poller.run()
 

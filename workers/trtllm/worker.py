@@ -29,7 +29,7 @@ from slagate.workers.trtllm.events import EngineEvents
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.load import attribute, load_info, rank_loads
 from slagate.workers.trtllm.metrics import SILENT, Observer
-from slagate.workers.trtllm.poll import Activity, NewestRows
+from slagate.workers.trtllm.poll import STATS_PACE, Activity, NewestRows, Pace
 from slagate.workers.trtllm.probe import InferenceProbe
 from slagate.workers.trtllm.request import EngineRequest, LegParser
 from slagate.workers.trtllm.running import SHUTTING_DOWN, EngineRequests
@@ -59,17 +59,17 @@ class TrtllmWorker(Worker):
         observer: Observer = SILENT,
         logits: LogitsProcessors | None = None,
         capacity: KvCapacity | None = None,
+        stats_pace: Pace = STATS_PACE,
     ) -> None:
         """`llm` is of the package that `api` names. Raises `ValueError` for a `handoff_key` too short.
 
         `release_session` frees a parked handoff by its context request id; None where none can be freed.
         `connector` reports on KV transfers. `handoff_key` seals handoffs between workers that share it.
         `kv_history_batches` of KV events are kept for each rank. `new_handoff_id` makes ids of handoffs for
-        an engine that does not. `logits` are logits processors, `capacity` is what `ask_kv_capacity` said.
+        an engine that does not. `logits` are logits processors, `capacity` is what `ask_kv_capacity` said,
+        `stats_pace` that of polls for statistics.
         """
-        self._identity = identity
-        self._observer = observer
-        self._connector = connector
+        self._identity, self._observer, self._connector = identity, observer, connector
         self.fatal = anyio.Event()
         self._engine = engine = Engine(
             llm, api, capacity, new_handoff_id=new_handoff_id, measures=observer.wants_perf_metrics
@@ -81,7 +81,7 @@ class TrtllmWorker(Worker):
             release=release_session,
         )
         self._parser = LegParser(engine, identity, self._handoffs, logits or LogitsProcessors())
-        self._activity = activity = Activity()
+        activity = Activity()
         self._running = EngineRequests(
             activity,
             self._handoffs,
@@ -93,7 +93,7 @@ class TrtllmWorker(Worker):
         self._probe = InferenceProbe(
             engine, activity, identity.end_id, tasks=tasks, on_fatal=self.declare_dead
         )
-        self._rows = NewestRows(engine.n_ranks)
+        self._rows = NewestRows(engine.n_ranks, stats_pace)
         self._events = EngineEvents(
             engine,
             activity,
