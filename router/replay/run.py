@@ -6,15 +6,15 @@ The graph is the one that serves, from `generate` to the worker port; no HTTP/2 
 import gc
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import anyio
 import grpc
 
-from slagate.router.app import YOUNG_OBJECTS, App, build
+from slagate.router.app import App, build
 from slagate.router.generate import generate
 from slagate.router.replay.client import Answer, Ask
 from slagate.router.replay.fleet import Imperfection, SimFleet, simulated_workers
@@ -30,6 +30,9 @@ from slagate.workers.sim.args import END_ID, VOCAB_SIZE
 from slagate.workers.sim.kv_cache.blocks import AnswerLength, continuation, token_bytes
 from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
+
+YOUNG_OBJECTS = 100_000
+"""The collector's threshold for young objects: events of a prompt are tens of thousands, for a moment."""
 
 TIMEOUT_S = 3600.0
 """Of each request: far above any target, so that what is late is served late, as it is by a fleet."""
@@ -76,13 +79,25 @@ def play(
     for ask in asks:
         # Of equal prompts the first has its length, and the others have the same.
         lengths.setdefault(_digest(token_bytes(ask.tokens)), ask.answer_tokens)
+    with _rare_collections():
+        began_s = time.process_time()
+        played = virtual_loop.run(_play, fleet, asks, router, imperfection, seed, lengths, on_ended)
+        played.cpu_s = time.process_time() - began_s
+    return played
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Have the collector look at new objects only, and rarely: nobody waits for it, and the run ends."""
+    before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
-    began_s = time.process_time()
-    played = virtual_loop.run(_play, fleet, asks, router, imperfection, seed, lengths, on_ended)
-    played.cpu_s = time.process_time() - began_s
-    return played
+    gc.set_threshold(YOUNG_OBJECTS, 10, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _digest(packed: bytes) -> bytes:
