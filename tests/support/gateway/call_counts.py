@@ -7,7 +7,8 @@ third request: by then connections stand and what is kept between requests is th
 
 A call counts by its code object, once: what a generator or a coroutine does when it goes on is no new
 call, and a comprehension, which some versions of Python call as a function, is part of the function
-around it. So every version of Python counts the same.
+around it. So every version of Python counts the same. The loop of virtual time is in the product, and counts
+as little as the loop of asyncio that it stands in for.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from slagate.router.front.server import Front
 from slagate.router.generate import generate
 from slagate.router.request.settings import Settings
 from slagate.workers.client.client import WorkerClient
+from slagate.workers.runtime import virtual_loop
 from slagate.workers.worker import GENERATE, Worker
 from support.builders import PROFILE, config, finished, prefill_ready, request, rng, token
 from support.http2.memory_transport import Network, joined
@@ -88,6 +90,8 @@ class CallRecorder:
             return
         code = frame.f_code
         if not code.co_filename.startswith(_ROOTS) or code.co_name in PARTS_OF_FUNCTIONS:
+            return
+        if code.co_filename == virtual_loop.__file__:
             return
         if code.co_flags & _MAY_GO_ON:
             if id(frame) in self._running:
