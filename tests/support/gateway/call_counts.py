@@ -7,8 +7,8 @@ third request: by then connections stand and what is kept between requests is th
 
 A call counts by its code object, once: what a generator or a coroutine does when it goes on is no new
 call, and a comprehension, which some versions of Python call as a function, is part of the function
-around it. So every version of Python counts the same. The loop of virtual time is in the product, and counts
-as little as the loop of asyncio that it stands in for.
+around it. So every version of Python counts the same. The loop of virtual time is in the product, and not
+counted, as asyncio's is not.
 """
 
 import asyncio
