@@ -6,10 +6,10 @@ Here a key given twice, of which that loader takes the last, and a key that is n
 
 import json
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import yaml
@@ -26,7 +26,6 @@ MAX_DEPTH = 50
 MAX_NODES = 100_000
 """The most values in a file, with repetitions by aliases: ten lines of those can make billions."""
 
-_SUFFIXES = (".yaml", ".yml")
 _WRAPPERS = (
     *("context_servers", "generation_servers", "server_configs", "worker_config", "trtllm_config"),
     "extra_llm_api_options",
@@ -46,13 +45,10 @@ class ReadArgs(NamedTuple):
 
 def engine_configs() -> list[str]:
     """Names of the packaged configurations, such as `qwen3/prefill`."""
-    root = resources.files("slagate.configs").joinpath("engines")
     return sorted(
-        f"{folder.name}/{entry.name.removesuffix('.yaml')}"
-        for folder in root.iterdir()
-        if folder.is_dir()
-        for entry in folder.iterdir()
-        if entry.name.endswith(".yaml")
+        f"{folder.name}/{file.name.removesuffix('.yaml')}"
+        for folder in resources.files("slagate.configs").joinpath("engines").iterdir()
+        for file in folder.iterdir()
     )
 
 
@@ -78,9 +74,8 @@ def parse_yaml(text: str, place: str) -> ReadArgs:
         node = loader.get_single_node()
         if node is None:
             return ReadArgs({}, {})  # nothing but comments
-        walk = _KeyLines(place)
-        walk.visit(node, "", depth=0)
-        value = _constructed(loader, node)
+        lines = _key_lines(node, place)
+        value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}:" if mark else ""
@@ -94,6 +89,9 @@ def parse_yaml(text: str, place: str) -> ReadArgs:
         raise
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{place}: is not YAML: {error}") from error
+    except (LookupError, AttributeError, TypeError) as error:
+        # PyYAML assumes that it derived each tag from the text, which `!!bool maybe` is not.
+        raise UsageError(f"{place}: is not YAML: a value is not what its tag says") from error
     except RecursionError:
         raise UsageError(f"{place}: {_TOO_MUCH}") from None
     if not isinstance(value, dict):
@@ -104,7 +102,7 @@ def parse_yaml(text: str, place: str) -> ReadArgs:
     if inside := _places_inside(value):
         own = "write those of one role into a file of their own"
         raise UsageError(f"{place}: has engine arguments below {', '.join(inside)}: {own}")
-    return ReadArgs(value, walk.lines)
+    return ReadArgs(value, lines)
 
 
 def _unfilled(text: str) -> str | None:
@@ -128,13 +126,29 @@ def _places_inside(value: Mapping[str, Any], prefix: str = "") -> list[str]:
     return places
 
 
-def _constructed(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
-    """The value of a node. Raises `ValueError` for text that its tag does not fit, as in `!!bool maybe`."""
-    try:
-        return loader.construct_document(node)
-    except (LookupError, AttributeError, TypeError) as error:
-        # PyYAML assumes that it derived the tag from the text.
-        raise ValueError("a value is not what its tag says") from error
+def _key_lines(root: yaml.Node, place: str) -> dict[str, int]:
+    """The line of each dotted key. Raises `UsageError` for what the loader would accept silently."""
+    lines: dict[str, int] = {}
+    todo = [(root, "", 0)]
+    for node, dotted, depth in todo:  # grows while it is read: breadth first
+        if depth > MAX_DEPTH or len(todo) > MAX_NODES:
+            # An alias inside its own anchor ends here too.
+            raise UsageError(f"{place}: {_TOO_MUCH}")
+        if isinstance(node, yaml.SequenceNode):
+            todo += [(item, dotted, depth + 1) for item in node.value]
+        seen: dict[str, int] = {}
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise UsageError(f"{place}: line {line}: a key must be a name")
+            if key.value in seen:
+                already = f"{key.value!r} is there already, at line {seen[key.value]}"
+                raise UsageError(f"{place}: line {line}: {already}")
+            seen[key.value] = line
+            inner = f"{dotted}.{key.value}" if dotted else key.value
+            lines[inner] = line
+            todo.append((value, inner, depth + 1))
+    return lines
 
 
 def read_override(text: str) -> dict[str, Any]:
@@ -152,14 +166,13 @@ def read_override(text: str) -> dict[str, Any]:
 
 def _source(path: Path, option: str) -> str:
     name = path.as_posix()
-    if path.suffix not in _SUFFIXES and not path.exists():
+    if path.suffix not in (".yaml", ".yml") and not path.exists():
         if name not in engine_configs():
             known = ", ".join(engine_configs())
             raise UsageError(f"{option}: {path} is no file, and no packaged one of {known}")
         packaged = resources.files("slagate.configs").joinpath("engines").joinpath(f"{name}.yaml")
         return packaged.read_text(encoding="utf-8")
-    found = path.stat()
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+    if path.exists() and not (path.is_file() or path.is_dir()):
         # A pipe or a device may never end.
         raise UsageError(f"{option}: {path}: is no regular file")
     with path.open("rb") as file:  # which raises for a folder
@@ -167,41 +180,6 @@ def _source(path: Path, option: str) -> str:
     if len(content) > MAX_BYTES:
         raise UsageError(f"{option}: {path}: has more than {MAX_BYTES:,} bytes")
     return content.decode()
-
-
-class _KeyLines:
-    """Notes the line of each key, and refuses what the loader would accept silently."""
-
-    def __init__(self, place: str) -> None:
-        self.lines: dict[str, int] = {}
-        self._place = place
-        self._n_nodes = 0
-
-    def visit(self, node: yaml.Node, dotted: str, *, depth: int) -> None:
-        self._n_nodes += 1
-        if depth > MAX_DEPTH or self._n_nodes > MAX_NODES:
-            # An alias inside its own anchor ends here too.
-            raise UsageError(f"{self._place}: {_TOO_MUCH}")
-        if isinstance(node, yaml.MappingNode):
-            self._visit_mapping(node, dotted, depth)
-        elif isinstance(node, yaml.SequenceNode):
-            for item in node.value:
-                self.visit(item, dotted, depth=depth + 1)
-
-    def _visit_mapping(self, node: yaml.MappingNode, dotted: str, depth: int) -> None:
-        seen: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise UsageError(f"{self._place}: line {line}: a key must be a name")
-            if key.value in seen:
-                raise UsageError(
-                    f"{self._place}: line {line}: {key.value!r} is there already, at line {seen[key.value]}"
-                )
-            seen[key.value] = line
-            inner = f"{dotted}.{key.value}" if dotted else key.value
-            self.lines[inner] = line
-            self.visit(value, inner, depth=depth + 1)
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -221,13 +199,14 @@ _COMMENT_COLUMN = 56
 """Comments begin here, or right after a longer value."""
 
 
-def yaml_lines(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> list[str]:
+def yaml_lines(
+    values: Mapping[str, Any], sources: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     """YAML of the values, one line a value, with their `sources` as comments in a column."""
-    comments = sources or {}
-    lines = []
-    for dotted, text in _lines(values, "", ""):
-        comment = comments.get(dotted)
-        lines.append(text if comment is None else f"{text:<{_COMMENT_COLUMN}}  # {comment}")
+    lines = [
+        f"{text:<{_COMMENT_COLUMN}}  # {sources[dotted]}" if dotted in sources else text
+        for dotted, text in _lines(values, "", "")
+    ]
     return lines or ["{}"]
 
 
