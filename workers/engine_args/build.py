@@ -22,7 +22,9 @@ from slagate.workers.engine_args.model.merge import (
     in_full,
     leaves,
     merge,
+    parts,
 )
+from slagate.workers.engine_args.model.model import EngineModel
 from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse
 from slagate.workers.engine_args.rules.table import PAIR_RULES, check_rules
 from slagate.workers.engine_args.yaml_text import EXTRA, OVERRIDE, PEER, read_override, read_yaml
@@ -44,8 +46,6 @@ DEFAULTS: Mapping[str, Any] = {
 
 FORCED_VALUES: Mapping[str, Any] = {"num_postprocess_workers": 0}
 """Values that a worker's engine has, whatever its operator says: no processes that detokenise."""
-
-_OPTIONS = (COMMAND_LINE, VARIABLES)
 
 BUILD = "build_config"
 AUTODEPLOY = "_autodeploy"
@@ -75,9 +75,7 @@ class EngineArgs:
     values: dict[str, Any]
     """Plain nested dicts, for `LLM(**values)`."""
     sources: Mapping[str, str]
-    """Where each value came from, by dotted key."""
-    places: Mapping[str, str]
-    """The sources with those of sections, and of values that were taken out."""
+    """Where each value and section came from, by dotted key; with those that were taken out."""
     findings: Sequence[Finding]
     case: EngineCase | None
     """The subject of the rules; None where single values are wrong."""
@@ -136,19 +134,19 @@ def assemble(
     # What is ours is for an engine that generates.
     merged = merge(layers if role == "encode" else [Layer(DEFAULT, DEFAULTS), *layers])
     wanted = wanted or IntendedUse()
-    before = {**merged.sections, **merged.sources}
-    findings = _replaced(merged) + _prune(merged, role, wanted.engine_version)
+    replaced = sorted(_replaced(merged), key=lambda one: one.code)
+    findings = [*replaced, *_prune(merged, role, wanted.engine_version)]
     stated = wanted.facts or facts_of_version(wanted.engine_version)
-    model, wrong = check_values(merged.values, allow_unknown=wanted.allows_unknown, stated=stated)
+    wrong = check_values(merged.values, allow_unknown=wanted.allows_unknown, stated=stated)
     findings += [one for one in wrong if not _is_ours(merged, one.place)]
     case = None
-    if model is not None:
-        case = EngineCase(role, model, frozenset(key for key, _ in leaves(merged.values)), wanted)
+    if not any(one.is_error for one in wrong):
+        given = frozenset(key for key, _ in leaves(merged.values))
+        case = EngineCase(role, EngineModel(merged.values), given, wanted)
         # An encoder has no KV cache and no steps, so the rules have nothing to check.
         if role != "encode":
             findings += check_rules(case)
-    places = {**before, **merged.sources}
-    return EngineArgs(role, merged.values, merged.sources, places, _grouped(findings), case)
+    return EngineArgs(role, merged.values, merged.sources, _grouped(findings), case)
 
 
 def _grouped(findings: Iterable[Finding]) -> list[Finding]:
@@ -156,20 +154,23 @@ def _grouped(findings: Iterable[Finding]) -> list[Finding]:
 
     What is to be done may differ where names are unknown.
     """
-    keys: dict[Finding, list[Finding]] = {}
+    alike: dict[Finding, list[Finding]] = {}
     for one in findings:
         advice = "" if one.code == "E101" else one.advice
-        keys.setdefault(one._replace(place="", advice=advice), []).append(one)
-    return [_one_of(same) for same in keys.values()]
+        alike.setdefault(one._replace(place="", advice=advice), []).append(one)
+    return [_one_of(same) for same in alike.values()]
 
 
 def _one_of(same: Sequence[Finding]) -> Finding:
     """A finding in place of those that say the same of several keys."""
-    first, places = same[0], [one.place for one in same]
+    first, *others = same
+    if not others:
+        return first
+    message = f"{first.message}; the same of {', '.join(one.place for one in others)}"
     if len({one.advice for one in same}) == 1:
-        return first._replace(message=f"{first.message}{_and_so(places)}")
+        return first._replace(message=message)
     advice = "; ".join(f"{one.place}: {one.advice.rstrip('?')}" for one in same)
-    return first._replace(message=f"{first.message}{_and_so(places)}", advice=advice)
+    return first._replace(message=message, advice=advice)
 
 
 def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
@@ -177,63 +178,53 @@ def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
 
     No findings where one has wrong values. Raises `UsageError` unless one is prefill and one decode.
     """
-    by_role = {one.role: one, other.role: other}
-    if by_role.keys() != {"prefill", "decode"}:
+    cases = {one.role: one.case, other.role: other.case}
+    if cases.keys() != {"prefill", "decode"}:
         raise UsageError(
             f"{PEER}: a pairing is one prefill and one decode (got {one.role} and {other.role})"
         )
-    prefill, decode = by_role["prefill"].case, by_role["decode"].case
+    prefill, decode = cases["prefill"], cases["decode"]
     if prefill is None or decode is None:
         return []
     return [finding for rule in PAIR_RULES for finding in rule(prefill, decode)]
 
 
-def _replaced(merged: Merged) -> list[Finding]:
-    """Warnings of what an operator set and a later layer replaced: first options, then forced values."""
-    options, forced = [], []
+def _replaced(merged: Merged) -> Iterator[Finding]:
+    """Yields a finding for each value of an option, or in the place of a forced one, that is replaced."""
     for key, old, old_source, new, new_source in merged.replaced:
         if new_source == FORCED and old_source != DEFAULT:
             text = f"is {in_brief(old)}, and always {in_brief(new)} here"
-            forced.append(note("E108", key, text, "take it out"))
-        elif new_source not in (FORCED, COMMAND_LINE) and old_source.startswith(_OPTIONS):
+            yield note("E108", key, text, "take it out")
+        elif new_source not in (FORCED, COMMAND_LINE) and old_source.startswith(
+            (COMMAND_LINE, VARIABLES)
+        ):
             place = "on the command line" if old_source == COMMAND_LINE else f"by {old_source}"
             text = f"is {in_brief(old)} {place}, and {in_brief(new)} by {new_source}, which counts"
             advice = (
                 "say it in one place; trtllm-serve takes the file's before June 2026, and the "
                 "option's since"
             )
-            options.append(warning("E107", key, text, advice))
-    return options + forced
+            yield warning("E107", key, text, advice)
 
 
-def _prune(merged: Merged, role: str, version: tuple[int, int] | None) -> list[Finding]:
-    """Take out of `merged`, in place, what must not reach the engine; a warning for each value set.
+def _prune(merged: Merged, role: str, version: tuple[int, int] | None) -> Iterator[Finding]:
+    """Take out of `merged`, in place, what must not reach the engine; yields a warning for each value set.
 
     `version` is TensorRT-LLM's, None where it is not known.
     """
-    findings: list[Finding] = []
     if merged.values.get("backend") == AUTODEPLOY:
-        findings += _for_autodeploy(merged, version)
-    findings += _lift_build_config(merged)
+        yield from _for_autodeploy(merged, version)
+    yield from _lift_build_config(merged)
     if role == "encode":
-        keys = [key for key in merged.values if key not in ENCODER_ARGUMENTS]
-        if keys:
-            text = f"is passed on to the encoder, which Dynamo's worker does not{_and_so(keys)}"
-            advice = "leave out what has no effect on an encoder"
-            findings.append(warning("E805", keys[0], text, advice))
-    return findings
-
-
-def _and_so(keys: Sequence[str]) -> str:
-    """The other keys that have the first one's finding, in words."""
-    return f"; the same of {', '.join(keys[1:])}" if keys[1:] else ""
+        text = "is passed on to the encoder, which Dynamo's worker does not"
+        for key in [each for each in merged.values if each not in ENCODER_ARGUMENTS]:
+            yield warning("E805", key, text, "leave out what has no effect on an encoder")
 
 
 def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> Iterator[Finding]:
     if merged.sources.get(f"{CACHE}.{EVENTS}") == DEFAULT:
-        _take_out(merged, f"{CACHE}.{EVENTS}")  # ours, for the back-end that makes events
-        merged.values[CACHE].pop(EVENTS)
-    if version is not None and version < AUTODEPLOY_STATS_SINCE and _take_out(merged, STATS):
+        merged.values[CACHE].pop(EVENTS)  # ours, for the back-end that makes events
+    if version is not None and version < AUTODEPLOY_STATS_SINCE and merged.values.pop(STATS, None):
         yield warning(
             "E803",
             STATS,
@@ -241,34 +232,25 @@ def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> Iterator
             "this worker reports no load",
             "it is left out; use a newer engine, or backend: pytorch",
         )
-    is_set = {key for key in NOT_FOR_AUTODEPLOY if _is_set(merged, key)}
-    left = [
-        key for key in NOT_FOR_AUTODEPLOY if _take_out(merged, key) is not None and key in is_set
-    ]
-    if left:
-        text = f"is set, and the back-end {AUTODEPLOY} does not take it{_and_so(left)}"
-        yield warning("E803", left[0], text, "it is left out; take it out, or use backend: pytorch")
+    for key in NOT_FOR_AUTODEPLOY:
+        if merged.values.pop(key, None) is not None and not _is_ours(merged, key):
+            text = f"is set, and the back-end {AUTODEPLOY} does not take it"
+            yield warning("E803", key, text, "it is left out; take it out, or use backend: pytorch")
 
 
-def _lift_build_config(merged: Merged) -> list[Finding]:
+def _lift_build_config(merged: Merged) -> Iterator[Finding]:
     """Move keys of `build_config` to the top level, where engines since 1.3.0rc21 have them.
 
     A key that is at the top level already wins: a section that engines derive from defaults must not undo
     what is written there.
     """
-    section = merged.values.get(BUILD)
-    if not isinstance(section, dict):
-        return []
-    sources = {
-        leaf: source for leaf, source in merged.sources.items() if leaf.startswith(f"{BUILD}.")
-    }
-    _take_out(merged, BUILD)
-    findings = []
-    for key, value in section.items():
+    if not isinstance(merged.values.get(BUILD), dict):
+        return
+    for key, value in merged.values.pop(BUILD).items():
         if key not in merged.values:
             merged.values[key] = value
-            for leaf, _ in leaves({key: value}):
-                merged.sources[leaf] = sources[f"{BUILD}.{leaf}"]
+            for name, _ in parts({key: value}):
+                merged.sources[name] = merged.sources[f"{BUILD}.{name}"]
             text = "is in a section that newer engines do not have"
             advice = "write it at the top level"
         elif in_full(merged.values[key]) != in_full(value):
@@ -277,21 +259,10 @@ def _lift_build_config(merged: Merged) -> list[Finding]:
             advice = "say it once, at the top level"
         else:
             continue
-        findings.append(warning("E106", f"{BUILD}.{key}", text, advice))
-    return findings
-
-
-def _is_set(merged: Merged, key: str) -> bool:
-    """Whether an operator set the key, or one below it."""
-    return any(merged.sources[leaf] not in (DEFAULT, FORCED) for leaf in merged.leaves_of(key))
+        yield warning("E106", f"{BUILD}.{key}", text, advice)
 
 
 def _is_ours(merged: Merged, key: str) -> bool:
     """Whether slagate alone set the key, and those below it."""
-    return bool(merged.leaves_of(key)) and not _is_set(merged, key)
-
-
-def _take_out(merged: Merged, key: str) -> Any:
-    for leaf in merged.leaves_of(key):
-        del merged.sources[leaf]
-    return merged.values.pop(key, None)
+    by = {one for name, one in merged.sources.items() if f"{name}.".startswith(f"{key}.")}
+    return bool(by) and by <= {DEFAULT, FORCED}

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from slagate.workers.engine_args.model.facts import (
     EngineFacts,
@@ -12,7 +12,6 @@ from slagate.workers.engine_args.model.facts import (
     renamed,
 )
 from slagate.workers.engine_args.model.merge import in_brief
-from slagate.workers.engine_args.model.model import EngineModel
 from slagate.workers.engine_args.yaml_text import inline
 from slagate.workers.findings import Finding, error, note, warning
 from slagate.workers.runtime.usage import nearest
@@ -20,70 +19,78 @@ from slagate.workers.runtime.usage import nearest
 JUDGED_BY_ENGINE = ("E101", "E102", "E103", "E104", "E105", "E706")
 """What the engine's own model judges, and here the facts that are known of it."""
 
-_CODES = {
-    "type": "E102",
-    "bound": "E103",
-    "choice": "E104",
-    "missing": "E105",
-    "other kind": "E706",
+_SAID = {
+    "missing": ("E105", "is required in this section", "set it"),
+    "other kind": ("E706", "is of {wanted}, and the kind here is {got}", "take it out"),
+    "choice": ("E104", "is {got}", ""),
+    "type": ("E102", "must be {wanted} (got {got})", ""),
+    "bound": ("E103", "must {wanted} (got {got})", "bring it within that"),
 }
+"""The code, the message and the usual advice of a problem, by its kind."""
 
 
-class CheckedArgs(NamedTuple):
-    """The model, None where errors are in its way, and the findings."""
+def check_values(
+    values: Mapping[str, Any], *, allow_unknown: bool, stated: EngineFacts | None = None
+) -> list[Finding]:
+    """The findings about merged arguments, for each name or value that is wrong.
 
-    model: EngineModel | None
-    findings: list[Finding]
+    `stated` are the facts of the version that they are for; without it only what no known version takes is
+    found. With `allow_unknown`, and for AutoDeploy, which has others, nothing is said of unknown names, and
+    choices are warnings at most.
+    """
+    judgement = _Judgement(values, stated)
+    is_lax = allow_unknown or values.get("backend") == "_autodeploy"
+    text = "is not looked into: slagate has no facts about what is in it"
+    unread = (stated or known_versions()[-1]).unread_sections(values)
+    return [
+        *judgement.findings(allow_unknown=is_lax),
+        *(note("E109", one, text, "the engine judges it at its start") for one in unread),
+    ]
 
 
 class _Judgement:
     """What each version has against the arguments; `stated` is the one that they are for, if known."""
 
     def __init__(self, values: Mapping[str, Any], stated: EngineFacts | None) -> None:
-        others = [
-            one for one in known_versions() if stated is None or one.version != stated.version
-        ]
+        facts = {one.version: one for one in (*known_versions(), *([stated] if stated else []))}
         self._problems = {
-            one.version: {problem.place: problem for problem in one.problems(values)}
-            for one in (*others, *([stated] if stated else []))
+            version: {problem.place: problem for problem in one.problems(values)}
+            for version, one in facts.items()
         }
-        self._judges = [stated.version] if stated else [one.version for one in others]
+        self._judges = [stated.version] if stated else [*facts]
         self._stated = stated
 
     def findings(self, *, allow_unknown: bool) -> Iterator[Finding]:
         """Yields a finding for each name or value that no version takes which it may be for."""
-        places = {
-            place: None for version in reversed(self._judges) for place in self._problems[version]
-        }
-        for place in places:
+        newest_first = [self._problems[version] for version in reversed(self._judges)]
+        for place in dict.fromkeys(place for problems in newest_first for place in problems):
             told = [self._of(version, place) for version in self._judges]
             if any(problem is None for problem in told):
                 continue
             known = [problem for problem in told if problem and problem.kind != "unknown"]
-            if known and known[-1].is_soft and allow_unknown:
-                continue
             if known:
-                yield self._of_value(known[-1], allow_unknown=allow_unknown)
+                if not (known[-1].is_soft and allow_unknown):
+                    yield self._of_value(known[-1], allow_unknown=allow_unknown)
             elif (problem := told[-1]) and problem.place == place and not allow_unknown:
                 yield self._of_name(problem)
 
     def _of(self, version: str, place: str) -> FactProblem | None:
         """What the version has against this place, or against one that it is in."""
         problems = self._problems[version]
-        while place:
-            if place in problems:
-                return problems[place]
+        while place and place not in problems:
             place = place[: max(place.rfind("."), place.rfind("["), 0)]
-        return None
+        return problems[place] if place else None
 
     def _of_value(self, problem: FactProblem, *, allow_unknown: bool) -> Finding:
         takers = [version for version in self._problems if self._of(version, problem.place) is None]
         newer = allow_unknown and problem.kind in ("choice", "missing")
         put = warning if takers or newer or problem.is_soft else error
-        text, advice = _words(problem)
+        code, text, _ = _SAID[problem.kind]
+        got = problem.got if problem.kind == "other kind" else in_brief(problem.got)
+        text = text.format(wanted=problem.wanted, got=got)
         if takers and self._stated:
             text += f"; TensorRT-LLM {self._stated.version} refuses it, not {_listed(takers)}"
-        return put(_CODES[problem.kind], problem.place, text, advice)
+        return put(code, problem.place, text, _advice(problem))
 
     def _of_name(self, problem: FactProblem) -> Finding:
         place, key = problem.place, problem.place.rpartition(".")[2]
@@ -92,39 +99,18 @@ class _Judgement:
             for version in self._problems
             if getattr(self._of(version, place), "kind", "") != "unknown"
         ]
-        if having and self._stated:
-            if having[-1] < self._stated.version:
-                text = (
-                    f"is not in TensorRT-LLM {self._stated.version} any more; {having[-1]} had it"
-                )
+        stated = self._stated.version if self._stated else ""
+        if having and stated:
+            if having[-1] < stated:
+                text = f"is not in TensorRT-LLM {stated} any more; {having[-1]} had it"
                 return warning("E101", place, text, renamed().get(place, "take it out"))
-            text = f"is in TensorRT-LLM {_listed(having)}, and not in {self._stated.version}"
+            text = f"is in TensorRT-LLM {_listed(having)}, and not in {stated}"
             return warning("E101", place, text, "take it out, unless the engine is that version")
-        version = f"version {self._stated.version}" if self._stated else "any version"
+        version = f"version {stated}" if stated else "any version"
         text = f"is not known to slagate for {version} of TensorRT-LLM"
         if hint := _hint(place, key, [str(name) for name in problem.choices]):
             return warning("E101", place, text, hint)
         return note("E101", place, text, "it is passed on as it is; take it out if it is a mistake")
-
-
-def check_values(
-    values: Mapping[str, Any], *, allow_unknown: bool, stated: EngineFacts | None = None
-) -> CheckedArgs:
-    """Check merged arguments: their model, and a finding for each name or value that is wrong.
-
-    `stated` are the facts of the version that they are for; without it only what no known version takes is
-    found. With `allow_unknown`, and for AutoDeploy, which has others, nothing is said of unknown names, and
-    choices are warnings at most.
-    """
-    is_other = values.get("backend") == "_autodeploy"
-    judgement = _Judgement(values, stated)
-    findings = [*judgement.findings(allow_unknown=allow_unknown or is_other)]
-    text = "is not looked into: slagate has no facts about what is in it"
-    unread = (stated or known_versions()[-1]).unread_sections(values)
-    findings += [note("E109", one, text, "the engine judges it at its start") for one in unread]
-    if any(finding.is_error for finding in findings):
-        return CheckedArgs(None, findings)
-    return CheckedArgs(EngineModel.model_validate(values), findings)
 
 
 def _listed(versions: Sequence[str]) -> str:
@@ -145,27 +131,16 @@ def _hint(place: str, key: str, neighbours: Sequence[str]) -> str | None:
     return f"it belongs at {' or '.join(places)}" if places else None
 
 
-def _words(problem: FactProblem) -> tuple[str, str]:
-    """The message and the advice of a problem with a value."""
-    got = in_brief(problem.got)
-    if problem.kind == "missing":
-        return "is required in this section", "set it"
-    if problem.kind == "choice":
-        return f"is {got}", _choice(problem)
-    if problem.kind == "other kind":
-        return f"is of {problem.wanted}, and the kind here is {problem.got}", "take it out"
+def _advice(problem: FactProblem) -> str:
     if problem.kind == "type":
-        return f"must be {problem.wanted} (got {got})", _type_advice(problem)
-    advice = "write 32, or 64" if "power" in problem.wanted else "bring it within that"
-    return f"must {problem.wanted} (got {got})", advice
-
-
-def _choice(problem: FactProblem) -> str:
-    choices, got = [str(choice) for choice in problem.choices], str(problem.got)
-    same = [choice for choice in choices if choice.lower() == got.lower()]
-    near = same[0] if same else nearest(got, choices)
-    listed = ", ".join(choices)
-    return f"did you mean {near}? It is one of {listed}" if near else f"it is one of {listed}"
+        return _type_advice(problem)
+    if problem.kind == "choice":
+        choices, got = [str(choice) for choice in problem.choices], str(problem.got)
+        same = [choice for choice in choices if choice.lower() == got.lower()]
+        near = same[0] if same else nearest(got, choices)
+        listed = ", ".join(choices)
+        return f"did you mean {near}? It is one of {listed}" if near else f"it is one of {listed}"
+    return "write 32, or 64" if "power" in problem.wanted else _SAID[problem.kind][2]
 
 
 def _type_advice(problem: FactProblem) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from slagate.workers.engine_args.check import check_values
-from slagate.workers.engine_args.model.merge import in_brief, plain
+from slagate.workers.engine_args.model.merge import in_brief, parts, plain
 from slagate.workers.engine_args.model.model import EngineModel
-from slagate.workers.engine_args.yaml_text import PEER
+from slagate.workers.engine_args.yaml_text import EXTRA, PEER
 from slagate.workers.runtime.usage import UsageError
 
 TRANSCEIVER = "cache_transceiver_config"
@@ -21,8 +21,6 @@ REUSE = "kv_cache_config.enable_block_reuse"
 EVENTS = "kv_cache_config.event_buffer_max_size"
 OVERLAP = "disable_overlap_scheduler"
 CHUNKED = "enable_chunked_prefill"
-
-WHERE_REUSE_IS_OFF = "set it back to false with Eagle, or where prompts hold images"
 
 MAX_STEP_TOKENS = 8192
 """The most tokens a step of an aggregated worker: TensorRT-LLM's default. Longer prompts go in pieces."""
@@ -60,25 +58,19 @@ class Conversion:
 
     @property
     def model(self) -> EngineModel:
-        """The model of the current values. Raises `UsageError` naming a wrong one."""
-        model, findings = check_values(self.values, allow_unknown=True)
-        if model is None:
-            raise UsageError(f"--extra-engine-args: {findings[-1]}")
-        return model
+        """The current values, as rules read them."""
+        return EngineModel(plain(self.values))
 
-    def put(self, key: str, new: Any, why: str) -> None:
+    def put(self, key: str, *, new: Any, why: str) -> None:
         """Set a dotted key, or remove it with `ABSENT`, and note the change, if it is one."""
-        *sections, last = key.split(".")
-        into = self.values
-        for section in sections:
-            if not isinstance(into.get(section), dict):
-                if new is ABSENT:
-                    return
-                into[section] = {}
-            into = into[section]
-        old = into.get(last, ABSENT)
-        if type(old) is type(new) and (old is new or old == new):
+        old = dict(parts(self.values)).get(key, ABSENT)
+        if type(old) is type(new) and old == new:
             return
+        into = self.values
+        *sections, last = key.split(".")
+        for section in sections:
+            into[section] = into.get(section) or {}
+            into = into[section]
         if new is ABSENT:
             del into[last]
         else:
@@ -99,117 +91,93 @@ def convert(
     `peer` are the arguments of the role that the result is to pair with. Raises `UsageError` for invalid
     values, and between prefill and decode, which become each other by way of agg only.
     """
+    for finding in check_values(values, allow_unknown=True):
+        if finding.is_error:
+            raise UsageError(f"{EXTRA}: {finding}")
     conversion = Conversion(values)
     if to is not None and to != role:
-        steps = {
-            ("decode", "agg"): _decode_to_agg,
-            ("prefill", "agg"): _prefill_to_agg,
-            ("agg", "decode"): _agg_to_decode,
-            ("agg", "prefill"): _agg_to_prefill,
-        }
-        if (role, to) not in steps:
+        if "agg" not in (role, to):
             raise UsageError(f"--to: from {role} to {to} there is no way but by agg")
-        if role == "agg" and peer is None:
+        if to == "agg":
+            _to_agg(conversion, role)
+        elif peer is None:
             raise UsageError(f"{PEER}: {to} needs those of the role it pairs with")
-        steps[role, to](conversion, peer or {})
+        else:
+            _from_agg(conversion, to, peer)
     if tp is not None:
         _resize(conversion, tp)
     return conversion
 
 
-def _decode_to_agg(conversion: Conversion, _peer: Mapping[str, Any]) -> None:
-    conversion.put(TRANSCEIVER, ABSENT, "an aggregated worker hands nothing over")
+def _to_agg(conversion: Conversion, role: str) -> None:
+    put = conversion.put
+    put(TRANSCEIVER, new=ABSENT, why="an aggregated worker hands nothing over")
+    if role == "prefill":
+        why = "what is measured is the whole prompt, not what is cached of it"
+        put(REUSE, new=False, why=why)
+        why = "only context-only requests are refused with overlap scheduling"
+        put(OVERLAP, new=ABSENT, why=why)
+        return
     model = conversion.model
-    off = "" if model.kv_cache_config.enable_block_reuse else "; it was off: " + WHERE_REUSE_IS_OFF
-    conversion.put(REUSE, True, f"it processes prompts, whose beginnings repeat{off}")  # noqa: FBT003
+    why = "it processes prompts, whose beginnings repeat"
+    if not model.kv_cache_config.enable_block_reuse:
+        why += "; it was off: set it back to false with Eagle, or where prompts hold images"
+    put(REUSE, new=True, why=why)
     if model.kv_cache_config.event_buffer_max_size == 0:
-        conversion.put(EVENTS, ABSENT, "prefix routing finds what is cached by its events")
+        put(EVENTS, new=ABSENT, why="prefix routing finds what is cached by its events")
     longest = model.max_seq_len or MAX_STEP_TOKENS
     step = model.up_to_blocks(min(longest, MAX_STEP_TOKENS))
     if model.max_num_tokens < step:
-        conversion.put(
-            "max_num_tokens", step, "a step holds prompts, no longer only a token of each"
-        )
+        why = "a step holds prompts, no longer only a token of each"
+        put("max_num_tokens", new=step, why=why)
     if longest > max(model.max_num_tokens, step) and not model.enable_chunked_prefill:
-        conversion.put(CHUNKED, True, "prompts beyond max_num_tokens would be refused")  # noqa: FBT003
+        put(CHUNKED, new=True, why="prompts beyond max_num_tokens would be refused")
 
 
-def _prefill_to_agg(conversion: Conversion, _peer: Mapping[str, Any]) -> None:
-    conversion.put(TRANSCEIVER, ABSENT, "an aggregated worker hands nothing over")
-    conversion.put(
-        REUSE,
-        False,  # noqa: FBT003
-        "what is measured is the whole prompt, not what is cached of it",
-    )
-    conversion.put(
-        OVERLAP, ABSENT, "only context-only requests are refused with overlap scheduling"
-    )
-
-
-def _agg_to_decode(conversion: Conversion, peer: Mapping[str, Any]) -> None:
-    _as_peer(conversion, peer)
-    conversion.put(CHUNKED, ABSENT, "no prompts are processed here")
+def _from_agg(conversion: Conversion, to: str, peer: Mapping[str, Any]) -> None:
+    """Become the role `to`; what both roles of a pairing must have alike is as the other one has it."""
+    put = conversion.put
+    if not isinstance(peer.get(TRANSCEIVER), dict):
+        raise UsageError(f"{PEER}: has no {TRANSCEIVER} to go by")
+    put(TRANSCEIVER, new=peer[TRANSCEIVER], why="as the other role has it: both move one KV cache")
+    theirs = dict(parts(peer))
+    for key in (REUSE, EVENTS):
+        put(key, new=theirs.get(key, ABSENT), why="as the other role has it")
+    if to == "prefill":
+        why = "TensorRT-LLM before 1.3 refuses context-only requests without it"
+        put(OVERLAP, new=True, why=why)
+        return
+    put(CHUNKED, new=ABSENT, why="no prompts are processed here")
     model = conversion.model
     step = model.up_to_blocks(model.max_batch_size * model.step_tokens_of_a_request)
     if step < model.max_num_tokens:
-        conversion.put(
-            "max_num_tokens",
-            step,
-            "a step has one token of each request, and its drafts: the batch",
-        )
-
-
-def _agg_to_prefill(conversion: Conversion, peer: Mapping[str, Any]) -> None:
-    _as_peer(conversion, peer)
-    conversion.put(
-        OVERLAP,
-        True,  # noqa: FBT003
-        "TensorRT-LLM before 1.3 refuses context-only requests without it",
-    )
-
-
-def _as_peer(conversion: Conversion, peer: Mapping[str, Any]) -> None:
-    """Take from the other role what both roles of a pairing must have alike."""
-    if not isinstance(peer.get(TRANSCEIVER), dict):
-        raise UsageError(f"{PEER}: has no {TRANSCEIVER} to go by")
-    conversion.put(
-        TRANSCEIVER, peer[TRANSCEIVER], "as the other role has it: both move one KV cache"
-    )
-    cache = peer.get("kv_cache_config")
-    for key in (REUSE, EVENTS):
-        name = key.rpartition(".")[2]
-        value = cache.get(name, ABSENT) if isinstance(cache, dict) else ABSENT
-        conversion.put(key, value, "as the other role has it")
+        why = "a step has one token of each request, and its drafts: the batch"
+        put("max_num_tokens", new=step, why=why)
 
 
 def _resize(conversion: Conversion, tp: int) -> None:
-    old = conversion.model
-    conversion.put("tensor_parallel_size", tp, "asked for")
+    put, old = conversion.put, conversion.model
+    put("tensor_parallel_size", new=tp, why="asked for")
     if tp & (tp - 1):
         conversion.doubts.append(
             f"--tp {tp} is no power of two: the heads of few models divide by it"
         )
-    ep = old.moe_expert_parallel_size
-    if ep is not None and ep > 0:
+    ep = ranks = old.moe_expert_parallel_size or 0
+    if ep > 0:
         if tp % ep:
             conversion.doubts.append(
                 f"--tp {tp} is no multiple of moe_expert_parallel_size, {ep}: see whether the model's "
                 "experts divide by the new one"
             )
         was_all = ep == old.tensor_parallel_size
-        new = tp if was_all else math.gcd(ep, tp)
+        ranks = tp if was_all else math.gcd(ep, tp)
         why = "as many as GPUs, as before" if was_all else "a divisor of tensor_parallel_size"
-        conversion.put("moe_expert_parallel_size", new, why)
+        put("moe_expert_parallel_size", new=ranks, why=why)
     if old.moe_tensor_parallel_size is not None:
-        conversion.put("moe_tensor_parallel_size", ABSENT, "follows from the other two")
-    balancer = old.moe_config.load_balancer
-    slots = balancer.get("num_slots") if isinstance(balancer, dict) else None
-    ranks = conversion.model.moe_expert_parallel_size
-    if isinstance(slots, int) and ranks is not None and ranks > 0 and slots % ranks:
-        conversion.put(
-            "moe_config.load_balancer.num_slots",
-            math.ceil(slots / ranks) * ranks,
-            "as many on each of the ranks",
-        )
+        put("moe_tensor_parallel_size", new=ABSENT, why="follows from the other two")
+    slots = getattr(old.moe_config.load_balancer, "num_slots", None) or 0
+    if ranks > 0 and slots % ranks:
+        new = math.ceil(slots / ranks) * ranks
+        put("moe_config.load_balancer.num_slots", new=new, why="as many on each of the ranks")
     if tp == 1 and old.enable_attention_dp:
-        conversion.put("enable_attention_dp", ABSENT, "one rank has everything")
+        put("enable_attention_dp", new=ABSENT, why="one rank has everything")

@@ -130,7 +130,7 @@ def _print_and_exit(
 def _found(args: EngineArgs, peer: Path | None, wanted: IntendedUse) -> list[RoleFinding]:
     """The findings of a role's arguments and, where there is a file of the other role, of that and both."""
     found = [
-        RoleFinding(args.role, finding, options.place_of(finding, args.places))
+        RoleFinding(args.role, finding, options.place_of(finding, args.sources))
         for finding in args.findings
     ]
     if peer is not None:
@@ -153,7 +153,7 @@ def _with_peer(args: EngineArgs, peer: Path, wanted: IntendedUse) -> list[RoleFi
             extra_option=PEER,
         )
     of_peer = [
-        RoleFinding(role, finding, options.place_of(finding, other.places))
+        RoleFinding(role, finding, options.place_of(finding, other.sources))
         for finding in other.findings
     ]
     with ending_on_usage_error():
@@ -165,7 +165,7 @@ def _with_peer(args: EngineArgs, peer: Path, wanted: IntendedUse) -> list[RoleFi
 
 def _places(finding: Finding, *sides: EngineArgs) -> str:
     """Where each side of a pairing has the value from that the finding is about."""
-    places = [(side.role, options.place_of(finding, side.places)) for side in sides]
+    places = [(side.role, options.place_of(finding, side.sources)) for side in sides]
     return "; ".join(f"{role}: {place}" for role, place in places if place)
 
 

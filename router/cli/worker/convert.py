@@ -14,12 +14,15 @@ from slagate.router.cli.command import (
     fail,
     until_reader_leaves,
 )
-from slagate.router.cli.worker.engine_args import AllowUnknownEngineArgs, engine_version_of
+from slagate.router.cli.worker.engine_args import (
+    MAX_RANKS,
+    AllowUnknownEngineArgs,
+    engine_version_of,
+)
 from slagate.workers.engine_args.build import assemble
 from slagate.workers.engine_args.convert import Conversion
 from slagate.workers.engine_args.convert import convert as converted
 from slagate.workers.engine_args.model.merge import Layer
-from slagate.workers.engine_args.model.model import MAX_RANKS
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.yaml_text import PEER, read_yaml, yaml_lines
 

@@ -12,12 +12,17 @@ from slagate.router.cli.worker.launch import LaunchOptions, nested
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
 from slagate.workers.engine_args.model.facts import EngineFacts, facts_of_version, read_facts
 from slagate.workers.engine_args.model.merge import DEFAULT, Layer
-from slagate.workers.engine_args.model.model import INT32_MAX, MAX_RANKS
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.yaml_text import EXTRA, read_override, yaml_lines
 from slagate.workers.findings import Finding
 from slagate.workers.serving.sim import TRANSPORTS
 from slagate.workers.trtllm.package import installed_version
+
+INT32_MAX = (1 << 31) - 1
+"""The largest count of the engine's C++."""
+
+MAX_RANKS = 4096
+"""More GPUs than one engine has ever spanned: a larger number is a mistake."""
 
 TP = typer.Option(
     "--tp", "--tensor-parallel-size", min=1, max=MAX_RANKS, help="Tensor parallel size."

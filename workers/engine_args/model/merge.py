@@ -53,17 +53,12 @@ class Replaced(NamedTuple):
 
 @dataclass(slots=True)
 class Merged:
-    """Merged layers: the values, a source for each leaf, and the replacements, in order."""
+    """Merged layers: the values, where each of them came from, and the replacements, in order."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    """By dotted key; of a section where it was last written into."""
     replaced: list[Replaced] = field(default_factory=list)
-    sections: dict[str, str] = field(default_factory=dict)
-    """Where each section was last written into."""
-
-    def leaves_of(self, key: str) -> list[str]:
-        """The dotted keys of values at `key` or below it."""
-        return [leaf for leaf in self.sources if leaf == key or leaf.startswith(f"{key}.")]
 
 
 def merge(layers: Iterable[Layer]) -> Merged:
@@ -77,20 +72,48 @@ def merge(layers: Iterable[Layer]) -> Merged:
     return merged
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted key and value of each leaf: of all but dicts that have keys."""
+def _put(
+    merged: Merged, into: dict[str, Any], values: Mapping[str, Any], layer: Layer, *, prefix: str
+) -> None:
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        dotted, old = f"{prefix}{key}", into.get(key)
+        if isinstance(value, Mapping) and isinstance(old, dict):
+            merged.sources[dotted] = layer.source_of(dotted)
+            _put(merged, old, value, layer, prefix=f"{dotted}.")
+            continue
+        if key in into:
+            was = {name: merged.sources.pop(name, "") for name, _ in parts({dotted: old})}
+            # Equal values in two places are no conflict; 1 and true, or 1 and 1.0, are not equal here.
+            if in_full(old) != in_full(value):
+                origin = ", ".join(dict.fromkeys(was[leaf] for leaf, _ in leaves({dotted: old})))
+                new_source = layer.source_of(dotted)
+                merged.replaced.append(Replaced(dotted, old, origin, value, new_source))
+        # A copy: later merges into it must not reach the caller's values.
+        into[key] = plain(value)
+        for name, _ in parts({dotted: value}):
+            merged.sources[name] = layer.source_of(name)
 
 
-def _sections(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def parts(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key and the value of each section, and of each value in it."""
     for key, value in values.items():
+        yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
-            yield f"{prefix}{key}"
-            yield from _sections(value, f"{prefix}{key}.")
+            yield from parts(value, f"{prefix}{key}.")
+
+
+def leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key and value of each leaf: of all but dicts that have keys."""
+    return (part for part in parts(values) if not (part[1] and isinstance(part[1], Mapping)))
+
+
+def plain(value: Any) -> Any:
+    """A copy in which every mapping is a dict, and every tuple a list."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
 
 
 def in_full(value: Any) -> str:
@@ -103,41 +126,3 @@ def in_brief(value: Any) -> str:
     """The value as JSON, cut to 80 characters."""
     text = in_full(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _put(
-    merged: Merged, into: dict[str, Any], values: Mapping[str, Any], layer: Layer, *, prefix: str
-) -> None:
-    for key, value in values.items():
-        dotted = f"{prefix}{key}"
-        old = into.get(key)
-        for section in _sections({key: value}, prefix):
-            merged.sections[section] = layer.source_of(section)
-        if isinstance(value, Mapping) and isinstance(old, dict):
-            if value and not old:
-                merged.sources.pop(dotted, None)  # an empty section is no value any more
-            _put(merged, old, value, layer, prefix=f"{dotted}.")
-            continue
-        if key in into:
-            _replace(merged, dotted, old, value, layer)
-        # A copy: later merges into it must not reach the caller's values.
-        into[key] = plain(value)
-        for leaf, _ in leaves({key: into[key]}, prefix):
-            merged.sources[leaf] = layer.source_of(leaf)
-
-
-def plain(value: Any) -> Any:
-    """A copy in which every mapping is a dict, and every tuple a list."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value
-
-
-def _replace(merged: Merged, dotted: str, old: Any, new: Any, layer: Layer) -> None:
-    old_sources = [merged.sources.pop(leaf) for leaf in merged.leaves_of(dotted)]
-    # Equal values in two places are no conflict; 1 and true, or 1 and 1.0, are not equal here.
-    if in_full(old) != in_full(new):
-        origin = ", ".join(dict.fromkeys(old_sources))
-        merged.replaced.append(Replaced(dotted, old, origin, new, layer.source_of(dotted)))

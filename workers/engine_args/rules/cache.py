@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 
 from slagate.workers.engine_args.model.merge import in_brief
-from slagate.workers.engine_args.model.model import KvConnectorSection
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.findings import Finding, error, note, warning
 from slagate.workers.runtime.usage import nearest
@@ -74,8 +73,7 @@ def check_connector(case: EngineCase) -> Iterator[Finding]:
     section = case.args.kv_connector_config
     if section is None or case.has(f"{CONNECTOR}.connector"):
         return
-    known = {f"{CONNECTOR}.{name}" for name in KvConnectorSection.model_fields}
-    if any(key.startswith(f"{CONNECTOR}.") and key not in known for key in case.given):
+    if not all(hasattr(section, str(name)) for name in section.given):
         return  # a newer engine's section
     for name in _CLASSES:
         if getattr(section, name) is None:

@@ -4,12 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slagate.workers.engine_args.model.facts import EngineFacts
-from slagate.workers.engine_args.model.model import (
-    CacheTransceiverSection,
-    EngineModel,
-    KvCacheSection,
-    SpeculativeSection,
-)
+from slagate.workers.engine_args.model.model import EngineModel, Section
 from slagate.workers.kv_transfer.nixl.ucx import reaches_gpu
 
 Version = tuple[int, int]
@@ -18,6 +13,9 @@ Version = tuple[int, int]
 _BACKENDS = ("NIXL", "UCX", "MOONCAKE", "MPI")
 """What DEFAULT is if TRTLLM_USE_..._KVCACHE is 1, the first one first: kv_cache_transceiver.py, ids
 616290201 (1.1), 59975471404 (1.4)."""
+
+_NEWER_KINDS = {"DraftTarget": "Draft_Target", "UserProvided": "User_Provided"}
+"""Types of drafting as 1.3 calls them; before, see `DecodingBaseConfig.from_dict`, id 1090804222."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +45,23 @@ class EngineCase:
     wanted: IntendedUse
 
     @property
-    def cache(self) -> KvCacheSection:
+    def cache(self) -> Section:
         """The section of the KV cache."""
         return self.args.kv_cache_config
 
     @property
-    def drafting(self) -> SpeculativeSection | None:
+    def drafting(self) -> Section | None:
         """The section of speculative decoding; None where nothing is drafted."""
         return self.args.speculative_config
 
     @property
     def draft_kind(self) -> str:
-        """The type of speculative decoding; empty where nothing is drafted."""
-        return self.drafting.decoding_type if self.drafting else ""
+        """The type of speculative decoding, by its newer name; empty where nothing is drafted."""
+        kind = self.drafting.decoding_type if self.drafting else ""
+        return _NEWER_KINDS.get(kind, kind)
 
     @property
-    def transceiver(self) -> CacheTransceiverSection | None:
+    def transceiver(self) -> Section | None:
         """The section of the cache transceiver; None where there is none, or it is switched off."""
         section = self.args.cache_transceiver_config
         return section if section is not None and section.backend is not None else None
@@ -93,7 +92,7 @@ class EngineCase:
     @property
     def context_kind(self) -> str:
         """The type of context parallelism, in capitals."""
-        return str((self.args.cp_config or {}).get("cp_type", "ULYSSES")).upper()
+        return str(self.args.cp_config.cp_type if self.args.cp_config else "ULYSSES").upper()
 
     @property
     def moe_ranks(self) -> int:

@@ -21,7 +21,7 @@ def check_mtp_length(case: EngineCase) -> Iterator[Finding]:
     section = case.drafting
     if section is None or case.draft_kind != "MTP":
         return
-    length, layers = section.max_draft_len, section.num_nextn_predict_layers
+    length, layers = section.max_draft_len, section.num_nextn_predict_layers or 1
     if length in (None, layers):
         return
     if case.has(LAYERS):
@@ -68,7 +68,7 @@ def check_draft_schedule(case: EngineCase) -> Iterator[Finding]:
 def check_draft_trees(case: EngineCase) -> Iterator[Finding]:
     """Yields E711 for a tree of drafts that Eagle refuses: `EagleDecodingConfig.validate_eagle_config`."""
     section = case.drafting
-    if section is None or not section.is_eagle:
+    if section is None or not case.args.is_eagle:
         return
     top, total = section.dynamic_tree_max_topK, section.max_total_draft_tokens
     length = section.max_draft_len or 0
@@ -108,7 +108,7 @@ def check_drafter(case: EngineCase) -> Iterator[Finding]:
         put, doubt = warning, " if that has one MTP layer"
     is_outside = (
         kind in ("NGram", "User_Provided", "AUTO")
-        or (section.is_eagle and not section.eagle3_one_model)
+        or (case.args.is_eagle and not section.eagle3_one_model)
         or (kind == "MTP" and not section.mtp_eagle_one_model and not section.use_mtp_vanilla)
         or (older and not case.is_known_since((1, 4)))
     )

@@ -81,7 +81,7 @@ def check_drafting(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]
     if "PYTHON" in (prefill.runtime, decode.runtime):
         return
     kinds = [case.draft_kind.replace("Eagle3", "Eagle") or None for case in (prefill, decode)]
-    models = [case.drafting and case.drafting.draft_model for case in (prefill, decode)]
+    models = [case.drafting and case.drafting.speculative_model for case in (prefill, decode)]
     if kinds[0] != kinds[1]:
         so = "and the C++ transceiver moves the draft's KV with the model's"
         yield _differ("E307", DRAFTING, warning, kinds[0], kinds[1], so)

@@ -8,9 +8,9 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import BaseModel
 
 from slagate.workers.engine_args.model.merge import in_brief
+from slagate.workers.engine_args.model.model import Section
 from slagate.workers.engine_args.rules.case import EngineCase, Version
 from slagate.workers.findings import Finding, error, note, warning
 
@@ -66,7 +66,7 @@ class _Words(dict[str, object]):
 
     def __init__(self, case: EngineCase, key: str, when: Mapping[str, Any]) -> None:
         value = value_at(case, key)
-        shown = "there" if isinstance(value, BaseModel) else in_brief(value)
+        shown = in_brief(value.given if isinstance(value, Section) else value)
         is_set = {name: isinstance(wanted, dict) or wanted is True for name, wanted in when.items()}
         others = (
             f"{name} is {'set' if is_set[name] else in_brief(value_at(case, name))}"

@@ -58,7 +58,8 @@ def check_cuda_graphs(case: EngineCase) -> Iterator[Finding]:
     graphs, batch = case.args.cuda_graph_config, case.args.max_batch_size
     if graphs is None:
         return
-    sizes, longest = graphs.batch_sizes, graphs.largest
+    sizes = graphs.batch_sizes
+    longest = max(sizes) if sizes else graphs.max_batch_size or 128
     if sizes and graphs.max_batch_size not in (0, max(sizes)):
         yield error(
             "E501",

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import re
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,15 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
+from slagate.workers.engine_args import rules
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args, check_pair
 from slagate.workers.engine_args.check import check_values
 from slagate.workers.engine_args.model.facts import known_versions
-from slagate.workers.engine_args.model.merge import Layer, leaves, merge
-from slagate.workers.engine_args.model.model import EngineModel
-from slagate.workers.engine_args.rules.case import IntendedUse
+from slagate.workers.engine_args.model.merge import Layer, leaves, merge, parts
+from slagate.workers.engine_args.model.model import EngineModel, Section
+from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse
+from slagate.workers.engine_args.rules.table import check_rules
 from slagate.workers.engine_args.yaml_text import parse_yaml, yaml_lines
 from slagate.workers.runtime.usage import UsageError
 
@@ -337,14 +340,44 @@ def test_engine_09_variables_of_the_engine_count_over_those_of_the_worker() -> N
     assert not built(role="decode", override=cured, wanted=wanted).findings
 
 
-def test_the_model_has_the_defaults_of_the_newest_facts() -> None:
-    known = known_versions()[-1].fields()
-    for name, field in EngineModel.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        for key, mine in default if isinstance(default, BaseModel) else [("", default)]:
-            dotted = f"{name}.{key}".rstrip(".")
-            theirs = known[dotted].get("default")
-            assert theirs in (mine, None) or dotted == "max_input_len", dotted
+RULES = "".join(
+    file.read_text()
+    for file in Path(rules.__file__).parent.iterdir()
+    if file.suffix in (".py", ".yaml")
+)
+KNOWN = known_versions()[-1].fields()
+READ = {key for key in KNOWN if re.search(rf"\b{key.rpartition('.')[2]}\b", RULES)}
+"""What rules may read: arguments whose names they have."""
+
+SECTIONS = {
+    "args": "",
+    "cache": "kv_cache_config.",
+    "transceiver": "cache_transceiver_config.",
+    "drafting": "speculative_config.",
+}
+
+
+def is_there(key: str) -> bool:
+    """Whether it is an argument, or made of some, or a method of such a text, or what was given."""
+    start, _, last = key.rpartition(".")
+    if last == "given" or hasattr(str, last):
+        return is_there(start)
+    return key in KNOWN or hasattr(EngineModel, key)
+
+
+def test_what_rules_read_is_known_and_every_default_of_it_can_be_had() -> None:
+    found = re.findall(r"(?:case\.|{)(args|cache|transceiver|drafting)\.(\w+(?:\.\w+)*)", RULES)
+    assert found
+    for start, name in found:
+        assert is_there(SECTIONS[start] + name), name
+    sections: dict[str, Any] = {"speculative_config": {"decoding_type": "MTP"}}
+    for key in READ:
+        reduce(lambda into, name: into.setdefault(name, {}), key.split(".")[:-1], sections)
+    args = EngineModel(sections)
+    for key in READ:
+        value = reduce(getattr, key.split("."), args)
+        if not isinstance(value, Section) and "speculative_config." not in key:
+            assert value == KNOWN[key].get("default"), key
 
 
 _LEAVES = st.none() | st.booleans() | st.integers(0, 3) | st.lists(st.integers(0, 3), max_size=2)
@@ -368,9 +401,8 @@ def test_merging_is_as_by_hand_and_every_leaf_has_the_source_of_its_value(
     for values in layers:
         expected = _naive(expected, values)
     assert merged.values == expected
-    found = dict(leaves(merged.values))
-    assert merged.sources.keys() == found.keys()
-    for key, value in found.items():
+    assert merged.sources.keys() == dict(parts(merged.values)).keys()
+    for key, value in leaves(merged.values):
         at: Any = layers[int(merged.sources[key])]
         for part in key.split("."):
             at = at[part]
@@ -395,11 +427,9 @@ _ANYTHING = (
     | st.lists(_SHALLOW, max_size=2)
     | st.dictionaries(st.text(max_size=6), _SHALLOW, max_size=2)
 )
-_SECTION_KEYS = sorted(
-    {key for _, value in EngineModel() if isinstance(value, BaseModel) for key, _ in value}
-)
+_SECTION_KEYS = sorted({key.rpartition(".")[2] for key in READ if "." in key})
 _ARGUMENTS = st.dictionaries(
-    st.sampled_from(sorted(EngineModel.model_fields)),
+    st.sampled_from(sorted({key.partition(".")[0] for key in READ})),
     _ANYTHING | st.dictionaries(st.sampled_from(_SECTION_KEYS), _ANYTHING),
     max_size=6,
 )
@@ -411,11 +441,12 @@ def test_whatever_the_values_are_there_are_findings_and_no_crash(
     role: str,
     allow_unknown: bool,  # noqa: FBT001
 ) -> None:
-    args = built(role=role, override=values)
+    args = built(role=role, override=values, wanted=IntendedUse(allows_unknown=allow_unknown))
     for finding in args.findings:
         assert all(part.encode() for part in finding)
-    model, findings = check_values(args.values, allow_unknown=allow_unknown)
-    assert (model is None) <= any(finding.is_error for finding in findings)
+    findings = check_values(args.values, allow_unknown=allow_unknown)
+    assert (args.case is None) == any(finding.is_error for finding in findings)
+    check_rules(EngineCase(role, EngineModel(args.values), frozenset(), IntendedUse()))
 
 
 @given(st.dictionaries(st.text(max_size=6), _ANYTHING, max_size=4))

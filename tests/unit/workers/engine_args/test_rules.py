@@ -21,7 +21,7 @@ SAID = Path(__file__).parents[3].joinpath("golden", "engine-args.txt").read_text
 
 def case_of(**args: Any) -> EngineCase:
     given = frozenset(key for key, _ in leaves(args))
-    return EngineCase("agg", EngineModel.model_validate(args), given, IntendedUse())
+    return EngineCase("agg", EngineModel(args), given, IntendedUse())
 
 
 def is_said(when: Mapping[str, Any], **args: Any) -> bool:
