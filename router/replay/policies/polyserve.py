@@ -47,11 +47,15 @@ from slagate.router.replay.policies.view import (
 
 @dataclass(frozen=True)
 class PolyServe:
-    """The paper takes the mean length of its traces; 343 tokens is that of Mooncake's conversations."""
+    """Targets count times their limits, in the paper 1, as its mean answer is that of the trace at hand.
+
+    343 tokens is that of Mooncake's conversations.
+    """
 
     over_all_pools: ClassVar[bool] = True
     answer_tokens: float = field(default=343.0, metadata={"tune": (100.0, 343.0)})
-    ttft_limit: float = field(default=1.0, metadata={"tune": (0.8, 0.9, 1.0, 1.1, 1.25)})
+    ttft_limit: float = field(default=1.0, metadata={"tune": (0.9, 1.0)})
+    itl_limit: float = field(default=1.0, metadata={"tune": (0.7, 0.85, 1.0)})
     late: str = field(default="refuse", metadata={"tune": ("refuse", "least")})
     _tiers: dict[str, float] = field(default_factory=dict, init=False)  # TPOT by row
 
@@ -112,7 +116,8 @@ class PolyServe:
             (is_idle, itl_s),
         )
         for rows, budget_s in ladder:
-            row = least(-load, is_open & rows & (most_s <= budget_s), draw)
+            is_admitted = is_open & rows & (most_s <= self.itl_limit * budget_s)
+            row = least(-load, is_admitted, draw)
             if row is not None:
                 return row
         return None

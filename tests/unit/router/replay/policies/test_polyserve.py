@@ -60,6 +60,12 @@ def test_decode_is_admitted_by_the_step_that_it_grows_to() -> None:
     assert decode_row(PolyServe(answer_tokens=1000), 0.020, **steps) == 2
 
 
+def test_a_limit_of_itl_leaves_room_too() -> None:
+    steps = {"step_s": [0.010, 0.017, 0.018], "growth_s": 0.0}
+    assert decode_row(PolyServe(), 0.020, **steps) == 2
+    assert decode_row(PolyServe(itl_limit=0.85), 0.020, **steps) == 1
+
+
 def test_own_tier_before_a_tighter_one_before_an_idle_worker() -> None:
     policy = PolyServe(answer_tokens=0)
     assert decode_row(policy, 0.015, step_s=[0.010, 0.009, 0.009]) == 0
