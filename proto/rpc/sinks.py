@@ -149,6 +149,11 @@ class PauseGate:
         self._open = anyio.Event()
         self._open.set()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the consumer has paused its producer."""
+        return not self._open.is_set()
+
     def pause(self) -> None:
         """Close the gate. Idempotent."""
         if self._open.is_set():

@@ -71,36 +71,44 @@ class OutputCursor:
         # tokens held back. Only results tell, as tokens may decode to other text alone than together.
         self._lengths: deque[tuple[int, int]] = deque([(0, 0)])
 
-    def delta(self, output: Any) -> oe.TokenOutput | None:
-        """What is new and will not be taken back, if any; with the engine's last result, all the rest."""
+    def take_delta(self, output: Any, made: oe.TokenOutput) -> bool:
+        """Make `made` what is new and will not be taken back; with the last result, all the rest.
+
+        False, with `made` as it was: nothing is new.
+        """
+        form, n_sent = self._form, self._n_tokens
         tokens: Sequence[int] = output.token_ids
-        text: str = output.text if self._form.has_text else ""
-        n_tokens, n_text = len(tokens), len(text)
-        if output.finish_reason is None:
+        n_tokens, new_text = len(tokens), ""
+        if self._token_overlaps and output.finish_reason is None:
             n_tokens -= _held(tokens, self._token_overlaps)
-            n_text = self._visible_text(text, n_tokens, len(tokens))
+        if form.has_text:
+            new_text = self._new_text(output, n_tokens)
+        if n_tokens <= n_sent and not new_text:
+            return False
+        made.output_index, made.text = self.index, new_text
+        del made.tokens[:]
+        if form.top_n is None:
+            for token in tokens[n_sent:n_tokens]:
+                made.tokens.add(token_id=token)
+        else:
+            entries, n_lagging = output.logprobs, self._n_lagging
+            for at in range(n_sent, n_tokens):
+                has_entry = n_lagging <= at < n_lagging + len(entries)
+                entry = entries[at - n_lagging] if has_entry else None
+                made.tokens.append(token_info(tokens[at], entry, form.top_n))
+        self._n_tokens = max(n_sent, n_tokens)
+        return True
+
+    def _new_text(self, output: Any, n_tokens: int) -> str:
+        """The text that is new and will not be taken back, where that is so of the first `n_tokens`."""
+        text: str = output.text
+        n_text = len(text)
+        if output.finish_reason is None:
+            n_text = self._visible_text(text, n_tokens, len(output.token_ids))
         elif self._form.hidden_stops:
             n_text = self._final_text(text, n_tokens)
-        new = range(self._n_tokens, n_tokens)
-        new_text = text[self._n_text : n_text]
-        if not new and not new_text:
-            return None
-        self._n_tokens = max(self._n_tokens, n_tokens)
-        self._n_text = max(self._n_text, n_text)
-        logprobs = output.logprobs if self._form.top_n is not None else ()
-        n_lagging = self._n_lagging
-        return oe.TokenOutput(
-            output_index=self.index,
-            tokens=[
-                token_info(
-                    tokens[i],
-                    logprobs[i - n_lagging] if n_lagging <= i < n_lagging + len(logprobs) else None,
-                    self._form.top_n,
-                )
-                for i in new
-            ],
-            text=new_text,
-        )
+        new, self._n_text = text[self._n_text : n_text], max(self._n_text, n_text)
+        return new
 
     def _visible_text(self, text: str, n_visible: int, n_tokens: int) -> int:
         """How many first characters of `text`, which `n_tokens` made, the engine will not take back."""

@@ -30,6 +30,9 @@ from slagate.workers.trtllm.request import GENERATION_ONLY, EngineRequest
 
 log = logging.getLogger(__name__)
 
+TURN_RESULTS = 16
+"""A leg's first result, and then one in so many, wait for a turn of the loop; nearly all wait for more."""
+
 _OUTCOME_OF_CODE: dict[grpc.StatusCode, Outcome] = {
     grpc.StatusCode.CANCELLED: "cancelled",
     grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
@@ -58,6 +61,9 @@ class EngineStream(Call):
         self.result: Any = None  # the engine's; None where it did not take the leg
         self._timer: asyncio.TimerHandle | None = None
         self._cursors: list[OutputCursor] = []
+        self._tokens = (
+            oe.GenerateResponse()
+        )  # made anew for each delta: its parts are costly to make
         self._has_sent = False
         self._abort_wanted = False
         self._may_abort = True
@@ -66,6 +72,7 @@ class EngineStream(Call):
         """Begin with the result of a leg that the engine has accepted, and will fill."""
         self.result = result
         self._leg = leg
+        self._tokens.request_id = leg.request_id
         # The KV transfer before a decode leg's first result cannot be interrupted.
         self._may_abort = leg.kind != GENERATION_ONLY
         # The log probabilities of the token in a handoff come with the handoff, or not at all.
@@ -128,13 +135,16 @@ class EngineStream(Call):
 
     async def pump(self, *, on_result: Callable[[], None] = lambda: None) -> None:
         """Send the engine's output to the sink until its last result. `on_result` is called for each."""
+        n_results = 0
         with self._scope:
             async for _ in self.result:
                 on_result()
                 self._may_abort = True
                 if self._abort_wanted:
                     self._abort_engine()
-                await self._gate.wait()
+                if self._gate.is_closed or n_results % TURN_RESULTS == 0:
+                    await self._gate.wait()
+                n_results += 1
                 if not self._ended:
                     self._run_or_give_up(self._emit)
                 elif self._leg.kind == CONTEXT_ONLY:
@@ -200,9 +210,9 @@ class EngineStream(Call):
                 continue
             if form.stops and output.finish_reason is not None:
                 settle_end(output, form)
-            delta = cursor.delta(output)
-            if delta is not None:
-                self._send(token=delta)
+            if cursor.take_delta(output, self._tokens.token):
+                self._has_sent = True
+                self._sink.message(self._tokens.SerializeToString())
             if output.finish_reason is not None:
                 cursor.finished = True
                 is_last = all(one.finished for one in self._cursors)

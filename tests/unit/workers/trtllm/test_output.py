@@ -41,9 +41,20 @@ class Answer(NamedTuple):
     text: str
 
 
+def delta_of(cursor: OutputCursor, step: SimpleNamespace) -> oe.TokenOutput | None:
+    """What is new with a result. The message of the one before is used again, with all that was in it."""
+    made = oe.TokenOutput(output_index=9, text="old", tokens=[oe.TokenInfo(token_id=9)])
+    before = made.SerializeToString()
+    if cursor.take_delta(step, made):
+        return made
+    assert made.SerializeToString() == before
+    return None
+
+
 def streamed(steps: list[SimpleNamespace], form: OutputForm) -> Answer:
     cursor = OutputCursor(0, form)
-    deltas = [delta for step in steps if (delta := cursor.delta(step)) is not None]
+    deltas = [delta for step in steps if (delta := delta_of(cursor, step)) is not None]
+    assert {delta.output_index for delta in deltas} <= {0}
     assert all(delta.tokens or delta.text for delta in deltas)
     tokens = [info.token_id for delta in deltas for info in delta.tokens]
     return Answer(tokens, "".join(delta.text for delta in deltas))
@@ -184,7 +195,7 @@ def test_w10_log_probabilities_one_behind_belong_to_the_tokens_after_the_first()
         ([5, 6, 7], [-1.0, -2.0]),
         ([5, 6, 7, 8], [-1.0, -2.0, -3.0]),
     ):
-        delta = cursor.delta(output(tokens, text="", logprobs=numbers))
+        delta = delta_of(cursor, output(tokens, text="", logprobs=numbers))
         assert delta is not None
         infos += delta.tokens
     assert [info.HasField("logprob") for info in infos] == [False, True, True, True]
@@ -196,7 +207,7 @@ def test_only_what_may_become_a_stop_is_held_back() -> None:
     cursor = OutputCursor(0, form)
 
     def shown(tokens: list[int]) -> list[int]:
-        delta = cursor.delta(output(tokens))
+        delta = delta_of(cursor, output(tokens))
         return [] if delta is None else [info.token_id for info in delta.tokens]
 
     assert [shown([0]), shown([0, 1]), shown([0, 1, 0]), shown([0, 1, 0, 0])] == [
@@ -286,8 +297,8 @@ def test_candidates_are_the_best_and_no_more_than_asked_for() -> None:
 def test_logprobs_stay_with_their_tokens_when_some_are_held_back() -> None:
     form = OutputForm(top_n=0, hidden_stops=(HiddenStop("bb", (1, 1)),))
     cursor = OutputCursor(0, form)
-    assert cursor.delta(output([1], logprobs=[-1.0])) is None
-    delta = cursor.delta(output([1, 0], logprobs=[-1.0, -2.0]))
+    assert delta_of(cursor, output([1], logprobs=[-1.0])) is None
+    delta = delta_of(cursor, output([1, 0], logprobs=[-1.0, -2.0]))
     assert delta is not None
     assert [(info.token_id, info.logprob) for info in delta.tokens] == [(1, -1.0), (0, -2.0)]
 
