@@ -209,6 +209,7 @@ class RequestOutput:
         self.feeds = [OutputFeed(self, index, form) for index in range(n_sequences)]
         self.cancel: Callable[[], None] = lambda: None  # the executor's end of `abort`
         self.executor: Callable[[], Any] | None = None  # a weak reference
+        self._n_open = n_sequences
         self._last_closed: OutputFeed | None = None
         self._aborted = False
         self._error: BaseException | None = None
@@ -245,14 +246,14 @@ class RequestOutput:
     async def __anext__(self) -> "RequestOutput":
         """The same object with what is new. Raises `RequestError`, or the engine's fatal error."""
         while True:
-            unseen = self._form.streaming and any(feed.has_unseen() for feed in self.feeds)
+            unseen = self._form.streaming and any(map(OutputFeed.has_unseen, self.feeds))
             if self._error is not None and not unseen:
                 error, self._error = self._error, None
                 self.finished = True
                 raise error
             if self.finished:
                 raise StopAsyncIteration
-            if unseen or all(feed.closed for feed in self.feeds):
+            if unseen or not self._n_open:
                 self._show()
                 return self
             self._waiter = self.loop.create_future()
@@ -269,7 +270,7 @@ class RequestOutput:
 
     def runs(self) -> bool:
         """Whether the executor still works on it, whatever the reader has been told."""
-        return self._error is None and not all(feed.closed for feed in self.feeds)
+        return self._error is None and self._n_open > 0
 
     def fail(self, error: BaseException) -> None:
         """End with an error instead of a last response."""
@@ -285,18 +286,18 @@ class RequestOutput:
     def closed_by(self, feed: "OutputFeed") -> None:
         """Note that a sequence has ended."""
         self._last_closed = feed
+        self._n_open -= 1
         self.wake()
 
     def _show(self) -> None:
-        all_closed = all(feed.closed for feed in self.feeds)
+        all_closed = not self._n_open
         for feed in self.feeds:
             ends_all = all_closed and feed is self._last_closed
             feed.show(has_reason=self._form.ends_apart or ends_all)
         first = self.feeds[0]
-        self.decoding_iter = first.n_steps
-        self.avg_decoded_tokens_per_iter = (
-            first.output.length / first.n_steps if first.output.length else None
-        )
+        n_steps, n_tokens = first.n_steps, len(first.output.token_ids)
+        self.decoding_iter = n_steps
+        self.avg_decoded_tokens_per_iter = n_tokens / n_steps if n_tokens else None
         self.disaggregated_params = first.output.disaggregated_params
         self.finished = all_closed
         if self._form.tokenizer is not None:
@@ -382,7 +383,7 @@ class OutputFeed:
         self.n_steps += 1
         if self.n_steps == 1 or self.n_steps % self._form.stream_interval == 0:
             self._n_ready = len(self._tokens)
-            if self._form.streaming:
+            if self._n_ready and self._form.streaming:
                 self.result.wake()
 
     def finish(

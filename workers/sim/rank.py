@@ -50,6 +50,8 @@ class WaitingQueue:
     @property
     def totals(self) -> Queued:
         """The counts of all that waits."""
+        if not self._line:
+            return NONE_QUEUED
         n_pulls, pull_tokens = self._n_pulls, self._pull_tokens
         return Queued(
             n_prefills=len(self._line) - n_pulls,
@@ -336,6 +338,8 @@ class RankGroup:
 
     def admit(self) -> Iterator[SimSequence]:
         """Admit what fits, one at a time, so that room which the caller frees meanwhile counts."""
+        if not len(self.waiting):
+            return
         closed = {rank.index for rank in self.ranks if rank.is_full()}
         closed.update([rank.index for rank in self.ranks if not self.waiting.wants(rank.index)])
         if len(closed) == len(self.ranks):

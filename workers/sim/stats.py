@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
+import msgspec
+from msgspec.structs import replace
+
 from slagate.workers.sim.kv_cache.events import Arrivals
 from slagate.workers.sim.rank import NONE_QUEUED, Queued, RankStep, SimRank
 from slagate.workers.sim.request import ApiTraits
@@ -28,7 +31,7 @@ _EPOCH = datetime(1970, 1, 1)
 _TIMESTAMP = "%m-%d-%Y %H:%M:%S.%f"
 
 
-class IterationRecord(NamedTuple):
+class IterationRecord(msgspec.Struct, frozen=True, gc=False):
     """One rank's part of an engine iteration: the cheap form, kept until somebody asks for the dict.
 
     Its time, `n_new` and `n_active` are as of its start, everything else as of its end. Queued sequences
@@ -108,7 +111,7 @@ def iteration_record(
 
 _NOTHING_DONE = IterationRecord(
     started_s=0.0, latency_s=0.0, queued=NONE_QUEUED,
-    **dict.fromkeys(set(IterationRecord._fields) - {"started_s", "latency_s", "queued"}, 0),
+    **dict.fromkeys({*IterationRecord.__struct_fields__} - {"started_s", "latency_s", "queued"}, 0),
 )  # fmt: skip
 _OWN_IN_A_COPY = (
     *("rank", "n_context", "context_tokens", "context_kv_tokens"),
@@ -145,7 +148,8 @@ class StatsQueue:
             before, self._of_first = self._of_first, record
         elif not self._gathers:
             own = {name: getattr(record, name) for name in _OWN_IN_A_COPY}
-            record = self._of_first._replace(**own, n_new=0, n_completed=0, queued=NONE_QUEUED)
+            none = {"n_new": 0, "n_completed": 0, "queued": NONE_QUEUED}
+            record = replace(self._of_first, **own, **none)
         if self._max_records:
             self._records.append((record, before))
             self.arrivals.announce()
