@@ -89,6 +89,7 @@ def test_what_differs_between_two_versions_is_a_line_for_each_field(tmp_path: Pa
     gone = told("facts", "--diff", "1.3", "1.4")[1].splitlines()
     assert "- disable_flashinfer_sampling" in gone
     assert [line for line in gone if line.startswith("~ moe_config.backend: ")]
+    assert not [line for line in gone if line.startswith("~ max_batch_size: ")], "only by a hint"
 
 
 def test_facts_need_to_be_told_what_to_do_and_a_file_that_is_one(tmp_path: Path) -> None:
