@@ -35,7 +35,7 @@ class Mirror:
     def store(self, block: WireBlock, writer: EventWriter) -> None:
         """Add a cached block or renew a known one; an orphan (parent unknown) is only counted."""
         event = block.event()
-        known = self._known(block.hash)
+        known = self._known(block.hash) if block.hash in self._parents else None
         if known is not None and known[:-1] == event[:-1]:
             self._restore(block.hash, event, writer)
             return

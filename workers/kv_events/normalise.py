@@ -27,6 +27,7 @@ from slagate.workers.kv_events.fields import (
     content_of,
     hash_of,
     list_of,
+    plain_contents,
     text_of,
     unusable,
 )
@@ -120,9 +121,14 @@ class KvEventNormaliser(Normaliser):
         parent = None if parent is None else hash_of(parent)
         names, salts = {text_of(data.get("lora_name"))}, {text_of(data.get("cache_salt"))}
         runs: list[tuple[int, list[Block]]] = []
-        for n_read, entry in enumerate(list_of(data.get("blocks"))):
-            if n_read and n_read % self._turn_blocks == 0:
-                yield None
+        entries, plain = list_of(data.get("blocks")), list[bytes]()
+        for n_read, entry in enumerate(entries):
+            at = n_read % self._turn_blocks
+            if at == 0:
+                if n_read:
+                    yield None
+                turn = entries[n_read : n_read + self._turn_blocks]
+                plain = plain_contents(turn, self._block_tokens)
             if not isinstance(entry, dict):
                 unusable()
             tokens = list_of(entry.get("tokens"))
@@ -137,7 +143,10 @@ class KvEventNormaliser(Normaliser):
                 if level is None:
                     unusable("dropped_events")
                 salt, name = text_of(entry.get("cache_salt")), text_of(entry.get("lora_name"))
-                block = Block(hash_, *content_of(tokens, entry.get("mm_keys")))
+                if plain and entry.get("mm_keys") in (None, []):
+                    block = Block(hash_, plain[at], ())
+                else:
+                    block = Block(hash_, *content_of(tokens, entry.get("mm_keys")))
             except UnusableError as error:
                 # The blocks after one that is left out would have no parent.
                 self.counts[str(error)] += 1
@@ -206,7 +215,7 @@ class KvEventNormaliser(Normaliser):
 
     def _level_of(self, number: object) -> int | None:
         """The level that the engine has under this number."""
-        if type(number) is not int or number not in range(len(self._levels)):
+        if type(number) is not int or not 0 <= number < len(self._levels):
             return None
         return self._levels[number]
 
