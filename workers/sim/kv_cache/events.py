@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES
@@ -19,6 +20,9 @@ from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES
 # The retention priority that TensorRT-LLM gives a block when the request names none.
 DEFAULT_PRIORITY = 35
 V1_BLOCK_KEY = "v1_block_key"
+
+# Most of the time goes into dicts of tokens, and a copy of one is made faster than a new one.
+_TOKEN = {"type": "unique_token", "token_id": 0, "token_extra_id": 0}
 
 
 class EventDiff(NamedTuple):
@@ -74,15 +78,15 @@ class _Stored(NamedTuple):
     def fields(self, recorder: "KvEventRecorder") -> dict[str, Any]:
         size = recorder.block_tokens
         tokens = struct.unpack(f"<{len(self.packed) // TOKEN_BYTES}I", self.packed)
+        shown = list(map(dict.copy, repeat(_TOKEN, len(tokens))))
+        for one, token in zip(shown, tokens, strict=True):
+            one["token_id"] = token
         blocks = []
         for i, state in enumerate(self.states):
             block: dict[str, Any] = {
                 "type": "stored_block",
                 "block_hash": recorder.spelled_hash(state),
-                "tokens": [
-                    {"type": "unique_token", "token_id": token, "token_extra_id": 0}
-                    for token in tokens[i * size : (i + 1) * size]
-                ],
+                "tokens": shown[i * size : (i + 1) * size],
                 "cache_level": 0,
                 "priority": DEFAULT_PRIORITY,
             }
@@ -245,7 +249,7 @@ class KvEventRecorder:
         self.is_v2 = is_v2
         self.hash_algo = hash_algo
         self._queue = queue
-        self._key = blake2b(salt, digest_size=32).digest()
+        self._keyed = blake2b(key=blake2b(salt, digest_size=32).digest(), digest_size=32)
         self._next_id = 0
         self._pending: list[_Record] = []
         # Removed blocks by window, to which more may be added until their event is made.
@@ -265,7 +269,9 @@ class KvEventRecorder:
         )
 
     def _digest(self, state: bytes) -> bytes:
-        return blake2b(state, key=self._key, digest_size=32).digest()
+        hasher = self._keyed.copy()
+        hasher.update(state)
+        return hasher.digest()
 
     def created(self, n_blocks: Sequence[int]) -> None:
         """Record that the pools exist, with this many blocks on each level: device, host, disk."""
