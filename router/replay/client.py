@@ -23,6 +23,8 @@ from slagate.router.request.metadata import (
     TTFT,
 )
 
+_TOKEN_TAG = oe.GenerateResponse(token=oe.TokenOutput(output_index=0)).SerializeToString()[:1]
+
 
 class Ask(NamedTuple):
     """One request of a replay: a row of the trace as a client sends it."""
@@ -70,7 +72,8 @@ class Answer(ResponseWriter):
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.ended_s: float | None = None
-        self.tokens: list[int] = []
+        self.tokens: list[int] = []  # once it has ended
+        self._token_events: list[bytes] = []
         self.status: Status | None = None
         self.receipt = gw.Receipt()
 
@@ -98,13 +101,12 @@ class Answer(ResponseWriter):
 
     @override
     def message(self, data: bytes, /) -> None:
-        response = oe.GenerateResponse.FromString(data)
-        new = [token.token_id for token in response.token.tokens]
-        if new:
+        at = data[1] + 2  # behind the request's id, which is short
+        if data[at : at + 1] == _TOKEN_TAG:
+            self._token_events.append(data)
             self.last_s = self._now_s()
             if self.first_s is None:
                 self.first_s = self.last_s
-            self.tokens += new
 
     @override
     def batch(self, messages: list[bytes], /) -> None:
@@ -114,6 +116,10 @@ class Answer(ResponseWriter):
     @override
     def finish(self, status: Status, /) -> None:
         self.status, self.ended_s = status, self._now_s()
+        # By protobuf's rules the bytes of several messages are those of one with the tokens of all.
+        response = oe.GenerateResponse.FromString(b"".join(self._token_events))
+        self.tokens = [token.token_id for token in response.token.tokens]
+        self._token_events.clear()
         for key, value in status.trailers:
             if key == RECEIPT_TRAILER and isinstance(value, bytes):
                 self.receipt = gw.Receipt.FromString(value)

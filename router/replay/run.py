@@ -3,6 +3,7 @@
 The graph is the one that serves, from `generate` to the worker port; no HTTP/2 and no sockets are in it.
 """
 
+import asyncio
 import gc
 import random
 import time
@@ -14,6 +15,7 @@ from hashlib import blake2b
 import anyio
 import grpc
 
+from slagate.pools.grid.grid import Stage
 from slagate.router.app import App, build
 from slagate.router.generate import generate
 from slagate.router.replay.client import Answer, Ask
@@ -28,6 +30,7 @@ from slagate.workers.runtime import virtual_loop
 from slagate.workers.serving.sim import BLOCK_TOKENS
 from slagate.workers.sim.args import END_ID, VOCAB_SIZE
 from slagate.workers.sim.kv_cache.blocks import AnswerLength, continuation, token_bytes
+from slagate.workers.sim.llm import SimLLM
 from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
 
@@ -116,16 +119,17 @@ async def _play(
     running = _running(fleet, router, imperfection, seed, lambda packed: lengths[_digest(packed)])
     async with running as (app, workers):
         played = Played([], {pool.name: Idleness() for pool in fleet.pools})
-        first_s = anyio.current_time()
+        now_s = asyncio.get_running_loop().time
+        first_s = now_s()
         async with anyio.create_task_group() as looking:
             looking.start_soon(_look, fleet, app, workers, played)
             async with anyio.create_task_group() as clients:
                 for ask in asks:
                     await anyio.sleep_until(first_s + ask.arrival_s)
-                    answer = Answer(ask, anyio.current_time)
+                    answer = Answer(ask, now_s)
                     played.answers.append(answer)
                     clients.start_soon(_client, app, answer, fleet.model, on_ended)
-            played.seconds = anyio.current_time() - first_s
+            played.seconds = now_s() - first_s
             looking.cancel_scope.cancel()
         await check_idle(app, workers, n_requests=len(asks))
         if router.policy == "prefix":
@@ -145,7 +149,8 @@ async def _running(
     answer_tokens: Callable[[bytes], int],
 ) -> AsyncIterator[tuple[App, Mapping[str, TrtllmWorker]]]:
     """A gateway over the fleet's workers, all of them ready."""
-    first_s = anyio.current_time() + STARTED_S
+    now_s = asyncio.get_running_loop().time
+    first_s = now_s() + STARTED_S
     sigma = imperfection.prediction_noise
     async with AsyncExitStack() as stack:
         workers = await stack.enter_async_context(
@@ -168,8 +173,8 @@ async def _running(
                 fleet.config,
                 Settings(policy=router.policy, default_timeout_s=TIMEOUT_S, max_waiting=1 << 30),
                 connect=connect,
-                now_s=anyio.current_time,
-                unix_s=anyio.current_time,
+                now_s=now_s,
+                unix_s=now_s,
                 rng=random.Random(seed),
                 choose=NoisyChoice(router.choose, sigma, seed) if sigma else router.choose,
             )
@@ -196,19 +201,20 @@ async def _look(
     fleet: SimFleet, app: App, workers: Mapping[str, TrtllmWorker], played: Played
 ) -> None:
     """Count again and again which workers are idle; check what holds at any moment."""
+    stages: dict[Stage, dict[str, list[SimLLM]]] = {}
+    for pool in fleet.pools:
+        engines = [workers[address].llm for address in pool.addresses]
+        stages.setdefault(pool.stage, {})[pool.name] = engines
     while True:
         await anyio.sleep(SAMPLE_S)
         check_always(app)
-        engines = {pool.name: [workers[at].llm for at in pool.addresses] for pool in fleet.pools}
-        for stage in {pool.stage for pool in fleet.pools}:
-            pools = [pool.name for pool in fleet.pools if pool.stage is stage]
-            waits = app.gateway.dispatcher.n_waiting > 0 or any(
-                engine.n_waiting for name in pools for engine in engines[name]
-            )
-            for name in pools:
-                n_idle = sum(not engine.is_computing for engine in engines[name])
+        waits_here = app.gateway.dispatcher.n_waiting > 0
+        for pools in stages.values():
+            waits = waits_here or any(one.n_waiting for of in pools.values() for one in of)
+            for name, engines in pools.items():
+                n_idle = len(engines) - sum([engine.is_computing for engine in engines])
                 idleness = played.idleness[name]
-                idleness.n_looks += len(engines[name])
+                idleness.n_looks += len(engines)
                 idleness.n_idle += n_idle
                 idleness.n_idle_while_waiting += n_idle if waits else 0
 

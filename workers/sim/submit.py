@@ -9,6 +9,8 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from slagate.workers.sim.args import SimSettings, TorchLlmArgs
 from slagate.workers.sim.handoff import is_well_formed
 from slagate.workers.sim.kv_cache.blocks import (
@@ -163,8 +165,9 @@ class RequestChecker:
         if not inputs:
             raise ValueError("prompt_token_ids is empty")
         packed = token_bytes(inputs)
-        if max(inputs) >= self.settings.vocab_size:
-            raise ValueError(f"prompt_token_ids: {max(inputs)} is outside the vocabulary")
+        largest = int(np.frombuffer(packed, "<u4").max())
+        if largest >= self.settings.vocab_size:
+            raise ValueError(f"prompt_token_ids: {largest} is outside the vocabulary")
         return PromptTokens(inputs, packed, text)
 
     def _sampling(self, call: Submission) -> SamplingParams12:

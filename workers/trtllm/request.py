@@ -87,7 +87,7 @@ class LegParser:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"role mismatch: this is a {identity.role_name} worker, the request is {kind}",
             )
-        tokens = list(request.token_ids.ids)
+        tokens = request.token_ids.ids[:]
         window = engine.window_tokens
         self._check_prompt(tokens, kind, window)
         stops = parse_stops(request, engine, vocab_size=identity.vocab_size)
