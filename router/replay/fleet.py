@@ -149,6 +149,12 @@ def step_factor(
     return factor
 
 
+def mean_factor(imperfection: Imperfection, seed: int, address: str) -> float:
+    """The mean of a worker's `step_factor` over many steps."""
+    worker = random.Random(f"{seed} {address}").gauss(0.0, imperfection.worker_sigma)
+    return math.exp(worker + imperfection.step_sigma**2 / 2)
+
+
 @asynccontextmanager
 async def simulated_workers(
     fleet: SimFleet,
