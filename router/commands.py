@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "slagate.router.cli.client",
     "explain": "slagate.router.cli.client",
     "pools": "slagate.router.cli.client",
+    "replay": "slagate.router.cli.tools.replay",
     "demo": "slagate.router.cli.tools.demo",
     "grid": "slagate.router.cli.grid.commands",
     "profile": "slagate.router.cli.tools.profile",

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from slagate.proto import gateway_pb2 as gw
@@ -32,7 +34,7 @@ class Ask(NamedTuple):
     row: TraceRow
     sla: RequestClass
     arrival_s: float  # from the first one on
-    tokens: list[int]  # the prompt
+    tokens: npt.NDArray[np.uint32]  # the prompt
     answer_tokens: int  # of its answer: the row's, or fewer by `max_tokens`
     max_tokens: int
     ignore_eos: bool
@@ -43,7 +45,7 @@ class Ask(NamedTuple):
         return oe.GenerateRequest(
             request_id=f"row-{self.row.number}",
             model=model,
-            token_ids=oe.TokenIds(ids=self.tokens),
+            token_ids=oe.TokenIds(ids=self.tokens.tolist()),
             stopping=oe.StoppingOptions(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos),
         ).SerializeToString()
 

@@ -29,7 +29,7 @@ from slagate.router.request.settings import Settings
 from slagate.workers.runtime import virtual_loop
 from slagate.workers.serving.sim import BLOCK_TOKENS
 from slagate.workers.sim.args import END_ID, VOCAB_SIZE
-from slagate.workers.sim.kv_cache.blocks import AnswerLength, continuation, token_bytes
+from slagate.workers.sim.kv_cache.blocks import AnswerLength, continuation
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
@@ -81,7 +81,9 @@ def play(
     lengths: dict[bytes, int] = {}
     for ask in asks:
         # Of equal prompts the first has its length, and the others have the same.
-        lengths.setdefault(_digest(token_bytes(ask.tokens)), ask.answer_tokens)
+        lengths.setdefault(
+            _digest(ask.tokens.astype("<u4", copy=False).tobytes()), ask.answer_tokens
+        )
     with _rare_collections():
         began_s = time.process_time()
         played = virtual_loop.run(_play, fleet, asks, router, imperfection, seed, lengths, on_ended)
@@ -228,9 +230,9 @@ def _check_tokens(
     """
     for answer in answers:
         ask, tokens = answer.ask, answer.tokens
-        n_answer = lengths[_digest(token_bytes(ask.tokens))]
+        n_answer = lengths[_digest(ask.tokens.astype("<u4", copy=False).tobytes())]
         expected = continuation(
-            ask.tokens,
+            ask.tokens.tolist(),
             len(tokens),
             model=model,
             block_tokens=BLOCK_TOKENS,

@@ -88,7 +88,7 @@ class Suite(BaseModel):
                     row,
                     sla,
                     at_s,
-                    row.prompt(VOCAB_SIZE).tolist(),
+                    row.prompt(VOCAB_SIZE),
                     answer_tokens=n_tokens,
                     max_tokens=n_tokens if self.ideal else sla.max_tokens,
                     ignore_eos=self.ideal,

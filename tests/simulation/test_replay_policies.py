@@ -64,7 +64,7 @@ def asks(n: int = 40) -> list[Ask]:
             hash_ids=tuple(1000 * conversation + at for at in range(n_blocks)),
         )
         sla = drawn(CLASSES, SEED, row.conversation)
-        prompt = row.prompt(VOCAB_SIZE).tolist()
+        prompt = row.prompt(VOCAB_SIZE)
         arrival_s = 0.5 * (number // 10) + 0.005 * number
         found.append(
             Ask(row, sla, arrival_s, prompt, row.osl_tokens, sla.max_tokens, ignore_eos=False)

@@ -116,7 +116,8 @@ ARROWS: dict[str, set[str]] = {
     "router/cli/tools": {
         "workers/profiles", "workers/runtime", "workers/tls", "pools/estimator", "router/bench",
         "router/cli", "router/cli/worker", "router/client.py", "router/demo", "router/loadgen",
-        "router/output.py", "router/profiles", "router/request", "router/tables.py",
+        "router/output.py", "router/profiles", "router/replay", "router/request",
+        "router/tables.py",
     },
     "router/cli/worker": {
         "configs", "proto/rpc", "workers/engine_args", "workers/engine_args/model",
@@ -176,7 +177,8 @@ ARROWS: dict[str, set[str]] = {
         "configs", "proto/rpc", "workers/kv_transfer", "workers/profiles", "workers/runtime",
         "workers/serving", "workers/sim", "workers/sim/kv_cache", "workers/trtllm",
         "workers/worker.py", "pools/fleet_file", "pools/grid", "router/app.py",
-        "router/generate.py", "router/loadgen", "router/replay/policies", "router/request",
+        "router/generate.py", "router/grid_view", "router/loadgen", "router/replay/policies",
+        "router/request",
     },
     "router/replay/policies": {
         "workers/runtime", "pools/estimator", "pools/fleet", "pools/grid", "pools/inflight",
@@ -663,7 +665,7 @@ def test_tests_import_nothing_by_the_name_that_it_has_in_a_checkout_only() -> No
 def test_the_product_has_at_most_so_many_lines_and_modules() -> None:
     """An issue may raise the numbers, and says so: until then a new line needs one that goes."""
     lines = [path.read_text().count("\n") for path in MODULES.values()]
-    assert sum(lines) <= 52_000
+    assert sum(lines) <= 53_600
     assert sum(path.name != "__init__.py" for path in MODULES.values()) <= 310
 
 

@@ -54,6 +54,7 @@ GIVEN = {
 
 MOST_LINES = 60
 LONG = {
+    ("router/cli/tools/replay.py", "replay"): "the options of a command, one line each",
     ("router/cli/worker/run.py", "trtllm"): "the options of a command, one line each",
 }
 """Functions of more lines, and why."""

@@ -1,5 +1,5 @@
-"""`slagate bench`, `slagate demo` and `slagate profile ...`: their options.
+"""`slagate bench`, `slagate demo`, `slagate profile ...` and `slagate replay`: their options.
 
 Owns the options; the work is in the rooms of those names. Imports `bench`, `cli`, `cli/worker`, `client`,
-`demo`, `loadgen`, `output`, `profiles`, `request`, `tables`, pools and workers.
+`demo`, `loadgen`, `output`, `profiles`, `replay`, `request`, `tables`, pools and workers.
 """
