@@ -2,8 +2,10 @@
 
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 
-class Block(NamedTuple):
+
+class Block(msgspec.Struct, frozen=True, gc=False):
     """A full KV block."""
 
     hash: int

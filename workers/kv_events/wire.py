@@ -17,8 +17,8 @@ from array import array
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from slagate.proto import openengine_pb2 as oe
@@ -135,7 +135,7 @@ def token_fields(ids: list[int], block_tokens: int) -> list[bytes]:
     return [_framed(_TOKENS, packed[start:end]) for start, end in pairwise([0, *ends])]
 
 
-class WireBlock(NamedTuple):
+class WireBlock(msgspec.Struct, frozen=True, gc=False):
     """The encoded fields of a block."""
 
     hash: int
