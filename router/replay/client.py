@@ -12,6 +12,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import ResponseWriter
 from slagate.proto.rpc.status import Metadata, Status
+from slagate.proto.rpc.varints import varint, varints
 from slagate.router.replay.classes import RequestClass
 from slagate.router.replay.trace import TraceRow
 from slagate.router.request.metadata import (
@@ -25,6 +26,8 @@ from slagate.router.request.metadata import (
     TTFT,
 )
 
+_TOKEN_IDS_TAG = oe.GenerateRequest(token_ids=oe.TokenIds(ids=[1])).SerializeToString()[:1]
+_IDS_TAG = oe.TokenIds(ids=[1]).SerializeToString()[:1]
 _TOKEN_TAG = oe.GenerateResponse(token=oe.TokenOutput(output_index=0)).SerializeToString()[:1]
 
 
@@ -42,12 +45,14 @@ class Ask(NamedTuple):
 
     def request(self, model: str) -> bytes:
         """The serialised request."""
-        return oe.GenerateRequest(
+        request = oe.GenerateRequest(
             request_id=f"row-{self.row.number}",
             model=model,
-            token_ids=oe.TokenIds(ids=self.tokens.tolist()),
             stopping=oe.StoppingOptions(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos),
-        ).SerializeToString()
+        )
+        ids = varints(self.tokens).data
+        token_ids = _IDS_TAG + varint(len(ids)) + ids
+        return request.SerializeToString() + _TOKEN_IDS_TAG + varint(len(token_ids)) + token_ids
 
     def metadata(self) -> Metadata:
         """Targets, class, priority, conversation and tenant, and that a receipt is wanted."""

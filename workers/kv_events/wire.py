@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.varints import varint, varints
 
 MEDIUM_OF_LEVEL = (
     oe.STORAGE_MEDIUM_GPU,
@@ -49,21 +50,6 @@ def _tag(field: int) -> bytes:
     return varint(field << 3 | 2)
 
 
-def varint(value: int) -> bytes:
-    """Base-128 varint of a number >= 0 (protobuf.dev/programming-guides/encoding)."""
-    if value < 0x80:
-        return _ONE_BYTE[value]
-    if value < 0x4000:
-        return bytes((value & 0x7F | 0x80, value >> 7))
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-_ONE_BYTE = [bytes([value]) for value in range(0x80)]
 _EVENTS = _tag(oe.KvEventBatch.EVENTS_FIELD_NUMBER)
 _STORED = _tag(oe.KvEvent.BLOCK_STORED_FIELD_NUMBER)
 _REMOVED = _tag(oe.KvEvent.BLOCK_REMOVED_FIELD_NUMBER)
@@ -108,31 +94,14 @@ def token_field(ids: Iterable[int]) -> bytes:
     return oe.BlockStored(token_ids=ids).SerializeToString()
 
 
-_VARINT_BYTES = 5  # at most, of a uint32
-
-
 def token_fields(ids: list[int], block_tokens: int) -> list[bytes]:
     """`token_field` of each block of a chain's tokens, without a message for each.
 
     Raises `OverflowError` for a number beyond uint32, `TypeError` for anything but integers.
     """
-    rest = np.frombuffer(array("I", ids), dtype=np.uint32)
-    # One row a token: the bytes of its number, 7 bits in each, and which of them there are.
-    varints = np.zeros((len(rest), _VARINT_BYTES), dtype=np.uint8)
-    is_there = np.zeros(varints.shape, dtype=np.bool_)
-    is_there[:, 0] = True
-    n_bytes = np.ones(len(rest), dtype=np.uint8)
-    for at in range(_VARINT_BYTES):
-        goes_on = rest > 0x7F
-        varints[:, at] = rest.astype(np.uint8) & 0x7F | goes_on.view(np.uint8) << 7
-        if not goes_on.any():
-            break
-        is_there[:, at + 1] = goes_on
-        n_bytes += goes_on
-        rest = rest >> np.uint32(7)
-    packed = varints[is_there].tobytes()
-    ends = n_bytes.reshape(-1, block_tokens).sum(axis=1).cumsum().tolist()
-    return [_framed(_TOKENS, packed[start:end]) for start, end in pairwise([0, *ends])]
+    packed = varints(np.frombuffer(array("I", ids), dtype=np.uint32))
+    ends = packed.n_bytes.reshape(-1, block_tokens).sum(axis=1).cumsum().tolist()
+    return [_framed(_TOKENS, packed.data[start:end]) for start, end in pairwise([0, *ends])]
 
 
 class WireBlock(msgspec.Struct, frozen=True, gc=False):

@@ -196,34 +196,30 @@ class SimKvCache:
                 shared = path[-1].state if path else allocation.prompt.seed
                 parent = states[-1] if states else shared
                 states.append(blake2b(parent + tail, digest_size=STATE_BYTES).digest())
-        n_blocks = len(path) + len(states)
-        assert n_blocks <= allocation.n_blocks, "stored more blocks than it holds"
-        first_new = n_blocks
-        for i, state in enumerate(states, len(path)):
-            node = self._tree.get(state)
-            if node is None:
-                first_new = min(first_new, i)
-                node = self._tree.insert(
-                    state,
-                    path[-1] if path else None,
-                    seed=allocation.prompt.seed,
-                    tokens=packed[i * size : (i + 1) * size],
-                )
-                allocation.private_blocks -= 1
-                self._private_blocks -= 1
-            elif node.references:
+        assert len(path) + len(states) <= allocation.n_blocks, "stored more blocks than it holds"
+        known = self._tree.match(states, len(states))
+        n_taken = 0  # of its own blocks
+        for node in known:
+            if node.references:
                 node.references += 1
             else:
                 self._refer(node)
-                allocation.private_blocks -= 1
-                self._private_blocks -= 1
-            path.append(node)
+                n_taken += 1
+        path += known
         # Below a new block everything is new, so one event covers it.
-        if first_new < n_blocks and self._recorder is not None:
+        new, first_new = states[len(known) :], len(path)
+        n_taken += len(new)
+        allocation.private_blocks -= n_taken
+        self._private_blocks -= n_taken
+        if not new:
+            return
+        last, rest = path[-1] if path else None, packed[first_new * size :]
+        path += self._tree.insert(new, last, seed=allocation.prompt.seed, packed=rest)
+        if self._recorder is not None:
             self._recorder.stored(
-                path[first_new - 1].state if first_new else None,
-                states[first_new - n_blocks :],
-                packed=packed[first_new * size :],
+                None if last is None else last.state,
+                new,
+                packed=rest,
                 cache_salt=allocation.prompt.cache_salt,
             )
 

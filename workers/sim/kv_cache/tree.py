@@ -66,17 +66,22 @@ class BlockTree:
         return max([_n_shared_tokens(wanted, tokens) for tokens in neighbours])
 
     def insert(
-        self, state: bytes, parent: BlockNode | None, *, seed: bytes, tokens: bytes
-    ) -> BlockNode:
-        """Store a block on the device, with one reference."""
+        self, states: Sequence[bytes], parent: BlockNode | None, *, seed: bytes, packed: bytes
+    ) -> list[BlockNode]:
+        """Store a chain of blocks with these `packed` tokens on the device, with one reference each."""
         if parent is None:
             parent = self._roots.get(seed)
             if parent is None:
                 parent = self._roots[seed] = BlockNode(seed, None, b"")
-        node = self._nodes[state] = BlockNode(state, parent, tokens)
-        insort(parent.children, tokens)
-        parent.n_children += 1
-        return node
+        size, chain = self._block_bytes, []
+        for at, state in enumerate(states):
+            tokens = packed[at * size : (at + 1) * size]
+            node = self._nodes[state] = BlockNode(state, parent, tokens)
+            insort(parent.children, tokens)
+            parent.n_children += 1
+            chain.append(node)
+            parent = node
+        return chain
 
     def to_lower(self, node: BlockNode) -> None:
         """Move a block without children on the device one level down."""

@@ -5,12 +5,10 @@ import tracemalloc
 from collections import deque
 from itertools import islice
 
-import pytest
-
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.kv_events.changes import Block, Change, Cleared, Moved, Removed, Stored
 from slagate.workers.kv_events.log import RankLog
-from slagate.workers.kv_events.wire import MAX_BATCH_BYTES, token_field, varint
+from slagate.workers.kv_events.wire import MAX_BATCH_BYTES, token_field
 from support.kv.mirror import RankMirror, number_of
 from support.seeds import n_in
 
@@ -206,13 +204,6 @@ def test_kv_08_clear_all_empties_both_tiers_and_life_goes_on() -> None:
     assert log.follower.resident() == {}
     assert stored_in(log.say(stored(2, parent=1), stored(3))) == [(None, [3], GPU)]
     assert orphans(log) == 1
-
-
-@pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 16383, 16384, 1 << 35])
-def test_varint(value: int) -> None:
-    encoded = oe.KvEventBatch(sequence_number=value or 1).SerializeToString()[1:]
-    assert varint(value or 1) == encoded
-    assert varint(0) == b"\0"
 
 
 # --- the tree --------------------------------------------------------------------------------------
