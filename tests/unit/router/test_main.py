@@ -65,7 +65,7 @@ def test_a_command_imports_none_of_what_only_others_need(
 
 
 def test_a_mistyped_command_is_answered_with_what_it_is_like() -> None:
-    ended = CliRunner().invoke(cli, ["explian"])
+    ended = CliRunner().invoke(cli, ["expain"])
     assert ended.exit_code == 2
     assert "Did you mean 'explain'?" in " ".join(ended.output.split())
 
