@@ -45,7 +45,6 @@ GIVEN = {
     "GetServerInfo": "a method of OpenEngine",
     "GetModelInfo": "a method of OpenEngine",
     "base_pool": "a field of gateway.proto",
-    "_timer_handle_cancelled": "asyncio's loops",
     "CancelHandle": "as asyncio's Handle and TimerHandle",
     "ChildProcess": "a process of the operating system",
     "ProcessSlot": "a process of the operating system",
