@@ -7,6 +7,7 @@ import asyncio
 import gc
 import random
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -81,9 +82,7 @@ def play(
     lengths: dict[bytes, int] = {}
     for ask in asks:
         # Of equal prompts the first has its length, and the others have the same.
-        lengths.setdefault(
-            _digest(ask.tokens.astype("<u4", copy=False).tobytes()), ask.answer_tokens
-        )
+        lengths.setdefault(_digest(ask.tokens.tobytes()), ask.answer_tokens)
     with _rare_collections():
         began_s = time.process_time()
         played = virtual_loop.run(_play, fleet, asks, router, imperfection, seed, lengths, on_ended)
@@ -230,9 +229,10 @@ def _check_tokens(
     """
     for answer in answers:
         ask, tokens = answer.ask, answer.tokens
-        n_answer = lengths[_digest(ask.tokens.astype("<u4", copy=False).tobytes())]
+        packed = ask.tokens.tobytes()
+        n_answer = lengths[_digest(packed)]
         expected = continuation(
-            ask.tokens.tolist(),
+            array("I", packed),
             len(tokens),
             model=model,
             block_tokens=BLOCK_TOKENS,

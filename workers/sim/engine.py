@@ -159,7 +159,9 @@ class SimEngine:
             return
         # Ranks meet at the end of each iteration: the slowest one sets the pace.
         seconds = max([step.seconds(self._timing) for step in steps])
-        ends_s = now_s + seconds * (1.0 if self._step_factor is None else self._step_factor(now_s))
+        if self._step_factor is not None:
+            seconds *= self._step_factor(now_s)
+        ends_s = now_s + seconds
         timer = asyncio.get_running_loop().call_at(ends_s, self._guarded, self._finish_iteration)
         self.iteration = Iteration(now_s, ends_s, steps, timer)
 

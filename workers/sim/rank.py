@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
+
 from slagate.workers.sim.kv_cache.cache import SimKvCache
 from slagate.workers.sim.kv_cache.events import KvEventRecorder
 from slagate.workers.sim.sequence import CacheContent, Chunk, EngineLimits, SimSequence
@@ -93,7 +95,7 @@ class WaitingQueue:
             self._pull_tokens += n * sequence.n_prompt
 
 
-class RankStep(NamedTuple):
+class RankStep(msgspec.Struct, frozen=True):
     """The work of one rank in one iteration. `n_new` and `n_active` are as of its start.
 
     `context_kv_tokens` are the tokens already in the cache of the prompts whose chunks it computes.
@@ -114,11 +116,12 @@ class RankStep(NamedTuple):
             reused = sequence.allocation.reused_tokens
             earlier = sequence.prefilled_tokens - reused
             chunks.append(PrefillChunk(new_tokens, earlier, reused))
+        batch_size = len(self.decoding)
         context_tokens = sum([one.kv_tokens for one in self.decoding])
         return timing.iteration_s(
             chunks,
-            batch_size=len(self.decoding),
-            context_tokens=context_tokens / max(1, len(self.decoding)),
+            batch_size=batch_size,
+            context_tokens=context_tokens / batch_size if batch_size else 0.0,
             onboarded_tokens=self.onboarded_tokens,
         )
 
@@ -129,7 +132,7 @@ class RankStep(NamedTuple):
         )
 
 
-class Iteration(NamedTuple):
+class Iteration(msgspec.Struct, frozen=True):
     """One running engine iteration; `steps` has one entry a rank."""
 
     started_s: float

@@ -82,7 +82,7 @@ class EngineTiming:
         KV cache of `onboarded_tokens` comes back from the host, the prefill chunks run, then
         `batch_size` decoding requests of mean length `context_tokens`.
         """
-        new_tokens = sum([chunk.new_tokens for chunk in chunks])
+        new_tokens = sum([chunk.new_tokens for chunk in chunks]) if chunks else 0
         seconds = 0.0
         if new_tokens:
             earlier = sum([chunk.new_tokens * chunk.earlier_tokens for chunk in chunks])

@@ -205,10 +205,10 @@ class Poller:
     async def _once(self, thread: DaemonThread | None) -> bool:
         """Poll once, and pass on what it brought. Whether there was any."""
         polled = self._poll.read() if thread is None else await self._answer(thread)
-        if inspect.isawaitable(polled) and not hasattr(polled, "__aiter__"):
-            polled = await polled
         if polled == []:  # as nearly always
             return False
+        if inspect.isawaitable(polled) and not hasattr(polled, "__aiter__"):
+            polled = await polled
         unread: deque[Any] = deque()
         part: list[Any] = []
         work = n_read = 0

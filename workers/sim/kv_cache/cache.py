@@ -114,7 +114,7 @@ class SimKvCache:
     @property
     def lower_used_blocks(self) -> int:
         """Stored blocks on all levels below the device."""
-        return sum(map(len, self._idle[1:]))
+        return sum(map(len, self._idle[1:])) if self.lower_blocks else 0
 
     @property
     def _filled_blocks(self) -> int:

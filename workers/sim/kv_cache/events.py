@@ -190,6 +190,8 @@ class KvEventQueue:
 
         Raises what the serializer raises; the events are gone then.
         """
+        if not self._n_events:
+            return []
         with self._lock:
             n = self._n_events if limit is None else min(limit, self._n_events)
             taken = list(self._first(n))
