@@ -5,9 +5,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MAX_UINT32_BYTES = 5
-"""Of the varint of a uint32."""
-
 
 def varint(value: int) -> bytes:
     """The varint of a number >= 0."""
@@ -34,14 +31,14 @@ class Varints(NamedTuple):
 
 
 def varints(numbers: npt.NDArray[np.uint32]) -> Varints:
-    """The varints of n numbers, u32[n]: a fourth of the time that a message takes for a list of them."""
+    """The varints of n numbers, u32[n], up to 5 bytes each: in a third of protobuf's time for a list."""
     rest = numbers
     # One row a number: 7 bits in each byte, and which of the bytes there are.
-    table = np.zeros((len(numbers), MAX_UINT32_BYTES), dtype=np.uint8)
+    table = np.zeros((len(numbers), 5), dtype=np.uint8)
     is_there = np.zeros(table.shape, dtype=np.bool_)
     is_there[:, 0] = True
     n_bytes = np.ones(len(numbers), dtype=np.uint8)
-    for at in range(MAX_UINT32_BYTES):
+    for at in range(5):
         goes_on = rest > 0x7F
         table[:, at] = rest.astype(np.uint8) & 0x7F | goes_on.view(np.uint8) << 7
         if not goes_on.any():

@@ -108,14 +108,11 @@ def content_of(tokens: list[Any], mm_keys: object) -> tuple[bytes, tuple[str, ..
 
 
 def plain_contents(blocks: list[Any], block_tokens: int) -> list[bytes]:
-    """What `content_of` gives for the tokens of an event's leading full blocks, where they have no keys.
-
-    To read all at once takes half as long. Nothing is refused here: [] where a token is not as most are.
-    """
+    """`content_of` for an event's leading full blocks at once; [] where any token is not as most are."""
     try:
         chains = [block["tokens"] for block in blocks]
         if chains and len(chains[-1]) < block_tokens:
-            del chains[-1]  # the last block of a chain may be partial
+            del chains[-1]
         tokens = list(chain.from_iterable(chains))
         ids = list(map(_token_id, tokens))
         is_plain = {*map(type, ids)} == {int} and not any(map(_extra_id, tokens))

@@ -4,21 +4,15 @@ import asyncio
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from heapq import heapify, heappop, heappush
 from typing import Any, ParamSpec, TypeVar
 
-from typing_extensions import TypeVarTuple, Unpack
-
 P = ParamSpec("P")
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 _RESOLUTION_S = 1e-9
 """Timers so close together are due in one turn, as on any loop: the same sum has two values in floats."""
-
-_MAX_CANCELLED = 100
-"""Cancelled timers that stay in the heap, however few others are in it."""
 
 
 class DeadlockError(RuntimeError):
@@ -26,32 +20,17 @@ class DeadlockError(RuntimeError):
 
 
 class _Callback:
-    """What `asyncio.Handle` and `asyncio.TimerHandle` are, without what a loop in debug mode wants of them.
+    """A handle, without what those of asyncio do for debug mode: hundreds are made for each request."""
 
-    A simulation makes hundreds for each request, and twice as fast.
-    """
+    __slots__ = ("_args", "_callback", "_cancelled", "_context", "_loop")
+    _source_traceback = None
 
-    __slots__ = ("_args", "_callback", "_cancelled", "_context", "_loop", "_when")
-
-    def __init__(
-        self,
-        loop: "VirtualLoop",
-        when: float,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        context: Context | None,
-    ) -> None:
+    def __init__(self, loop: "VirtualLoop", callback: Any, args: Any, context: Any) -> None:
         self._loop = loop
-        self._when = when
-        self._callback: Callable[..., object] | None = callback
+        self._callback = callback
         self._args = args
         self._context = copy_context() if context is None else context
         self._cancelled = False
-
-    def __repr__(self) -> str:
-        """State in one line, for people and for tests."""
-        state = "cancelled" if self._cancelled else f"at {self._when} s"
-        return f"_Callback({self._callback!r}, {state})"
 
     def cancel(self) -> None:
         """Do not call back. Idempotent."""
@@ -59,14 +38,6 @@ class _Callback:
             self._cancelled = True
             self._callback, self._args = None, ()
             self._loop.count_cancelled()
-
-    def cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return self._cancelled
-
-    def when(self) -> float:
-        """When it is due, on the loop's clock."""
-        return self._when
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -94,45 +65,24 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Seconds since the loop began, none of them real."""
         return self._now_s
 
-    def call_soon(
-        self,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: Unpack[Ts],
-        context: Context | None = None,
-    ) -> asyncio.Handle:
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         """Call back in the next turn."""
-        made = _Callback(self, self._now_s, callback, args, context)
+        made = _Callback(self, callback, args, context)
         self._callbacks.append(made)
-        return made  # type: ignore[return-value] # it does what callers ask of one
+        return made
 
-    def call_later(
-        self,
-        delay: float,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: Unpack[Ts],
-        context: Context | None = None,
-    ) -> asyncio.TimerHandle:
-        """Call back in so many seconds."""
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
-
-    def call_at(
-        self,
-        when: float,
-        callback: Callable[[Unpack[Ts]], object],
-        *args: Unpack[Ts],
-        context: Context | None = None,
-    ) -> asyncio.TimerHandle:
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         """Call back at a time."""
-        made = _Callback(self, when, callback, args, context)
+        made = _Callback(self, callback, args, context)
         self._n_made += 1
         heappush(self._timers, (when, self._n_made, made))
-        return made  # type: ignore[return-value]
+        return made
 
     def count_cancelled(self) -> None:
-        """Drop cancelled timers when they are most: each call leaves that of its limit behind."""
+        """Drop cancelled timers when they are many and most: each call leaves that of its limit behind."""
         self._n_cancelled += 1
-        if self._n_cancelled > _MAX_CANCELLED and 2 * self._n_cancelled > len(self._timers):
-            self._timers[:] = [entry for entry in self._timers if not entry[2].cancelled()]
+        if self._n_cancelled > 100 and 2 * self._n_cancelled > len(self._timers):
+            self._timers[:] = [entry for entry in self._timers if not entry[2]._cancelled]
             heapify(self._timers)
             self._n_cancelled = 0
 
@@ -161,8 +111,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001 - ends the run, see `run`
-                    message = f"an error in {one._callback!r}"
-                    self.call_exception_handler({"message": message, "exception": error})
+                    self.call_exception_handler({"message": str(error), "exception": error})
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         """Make the call at once: no thread's time is virtual, so none may be waited for.
@@ -187,7 +136,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     @property
     def n_timers(self) -> int:
         """Timers pending: 0 when nothing would ever wake an idle engine."""
-        return sum(not timer.cancelled() for _, _, timer in self._timers)
+        return sum(not timer._cancelled for _, _, timer in self._timers)
 
 
 def run(coro_fn: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:

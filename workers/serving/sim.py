@@ -118,7 +118,7 @@ async def sim_worker(
 
     Raises `ProfileError` or `UsageError` naming a wrong option.
     """
-    profile, api = options.load_tp_profile(), _api(options.api)
+    profile, api, every_s = options.load_tp_profile(), _api(options.api), options.stats_every_s
     llm = _sim_llm(options, profile, api, transport, instance_id)
     identity = WorkerIdentity(
         role=ROLES[options.role],
@@ -145,15 +145,11 @@ async def sim_worker(
                 observer=observer,
                 logits=options.logits,
                 capacity=ask_kv_capacity(llm),
-                stats_pace=_stats_pace(options.stats_every_s),
+                stats_pace=STATS_PACE if every_s is None else Pace(every_s, 1.0, every_s),
             )
             tasks.cancel_scope.cancel()
     finally:
         llm.shutdown()
-
-
-def _stats_pace(every_s: float | None) -> Pace:
-    return STATS_PACE if every_s is None else Pace(every_s, 1.0, every_s)
 
 
 def _api(name: str) -> SimApi:

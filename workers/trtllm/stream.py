@@ -31,7 +31,7 @@ from slagate.workers.trtllm.request import GENERATION_ONLY, EngineRequest
 log = logging.getLogger(__name__)
 
 TURN_RESULTS = 16
-"""A leg's first result, and then one in so many, wait for a turn of the loop; nearly all wait for more."""
+"""A leg's first result, and then one in so many, wait for a turn of the loop: the engine is waited for."""
 
 _OUTCOME_OF_CODE: dict[grpc.StatusCode, Outcome] = {
     grpc.StatusCode.CANCELLED: "cancelled",
