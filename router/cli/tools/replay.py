@@ -131,9 +131,8 @@ def _run(plan: Suite, file: OutFile, n_processes: int) -> int:
         f"slagate: {n_runs} runs of {plan.requests} requests, about {_duration(seconds)} on"
         f" {n_processes} {'processes' if n_processes > 1 else 'process'}"
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _progress(len(todo)) as (on_progress, note):
+        with _sigterm_as_ctrl_c(), _progress(len(todo)) as (on_progress, note):
             for row in run_sweep(plan, file, n_processes=n_processes, on_progress=on_progress):
                 note(row)
     except KeyboardInterrupt:
@@ -149,9 +148,8 @@ def _run(plan: Suite, file: OutFile, n_processes: int) -> int:
 
 def _tune(plan: Suite, policy: str, suite: str | None, n_processes: int) -> int:
     """Search, print all points, write the best into the suite file if there is one; the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _progress(0) as (on_progress, _):
+        with _sigterm_as_ctrl_c(), _progress(0) as (on_progress, _):
             points = tuned(plan, policy, n_processes=n_processes, on_progress=on_progress)
     except KeyboardInterrupt:
         errors.print("slagate: interrupted")
@@ -164,6 +162,16 @@ def _tune(plan: Suite, policy: str, suite: str | None, n_processes: int) -> int:
         write_parameters(Path(suite), policy, best_first(points)[0].parameters)
         errors.print(f"slagate: wrote the best into {suite}")
     return 0
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Within the `with`, SIGTERM raises `KeyboardInterrupt` too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
