@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slagate.router.replay.timelines import TINY_S
+from slagate.router.replay.timelines import TINY_S, WorkerPace
 from slagate.workers.profiles.profile import TpProfile
 from slagate.workers.profiles.table import Floats
 
@@ -23,7 +23,7 @@ class BatchMember(NamedTuple):
 class Stall(NamedTuple):
     """A prompt that the worker computes in so many of its steps, which take longer by that work."""
 
-    work_s: float
+    work_s: float  # of the profile
     n_steps: int
 
 
@@ -74,10 +74,9 @@ class DecodeBatch:
     All members get one token a step. One that joins does so at once, though a step has begun.
     """
 
-    def __init__(self, profile: TpProfile, factor: float, max_requests: int) -> None:
-        """Its steps take `factor` times the profile's seconds."""
+    def __init__(self, profile: TpProfile, pace: WorkerPace, max_requests: int) -> None:
         self.now_s = 0.0
-        self._profile, self._factor, self._max_requests = profile, factor, max_requests
+        self._profile, self._pace, self._max_requests = profile, pace, max_requests
         self._step = 0.0
         self._rows, self._ends_s = _NOBODY, np.zeros(0)
         self._slack_s = math.inf  # of the member that has the least
@@ -94,13 +93,13 @@ class DecodeBatch:
         """Steps that a member has to go."""
         return float(self._rows.leaves[index]) - self._step
 
-    def stall_s(self, stall: Stall) -> float:
-        """Seconds that a stall would take from now on."""
-        n = len(self)
-        if not n:
-            return stall.work_s
-        context = float(self._rows.offsets.sum()) / n + self._step
-        return stall.work_s + stall.n_steps * self._factor * self._profile.itl_s(n, context)
+    def stall_end_s(self, stall: Stall) -> float:
+        """When a stall would end that begins now."""
+        work_s, n = stall.work_s, len(self)
+        if n and stall.n_steps:
+            context = float(self._rows.offsets.sum()) / n + self._step
+            work_s += stall.n_steps * self._profile.itl_s(n, context)
+        return self._pace.end_s(self.now_s, work_s)
 
     def advance(self, now_s: float) -> None:
         """Go on to this time. No-op for one that is past."""
@@ -123,11 +122,11 @@ class DecodeBatch:
 
         False, with nothing changed, if there is no room or if one of them would be late.
         """
-        if stall.work_s > self._slack_s + TINY_S:
-            return False
-        stall_s = self.stall_s(stall)
-        return self.now_s + stall_s <= first_by_s + TINY_S and self._take_in(
-            self._rows, member, stall.n_steps, self.now_s + stall_s
+        if self._pace.end_s(self.now_s, stall.work_s) > self.now_s + self._slack_s + TINY_S:
+            return False  # of those that leave during the stall too
+        end_s = self.stall_end_s(stall)
+        return end_s <= first_by_s + TINY_S and self._take_in(
+            self._rows, member, stall.n_steps, end_s
         )
 
     def replace_longest(self, member: BatchMember) -> BatchMember | None:
@@ -146,11 +145,7 @@ class DecodeBatch:
         if not self._has_room(rows, member):
             return False
         step = self._step + n_steps
-        # Those that leave meanwhile do so at the end of it at the latest.
-        n_left = int(rows.leaves.searchsorted(step, "right"))
-        if n_left and (rows.due_s[:n_left] + TINY_S < now_s).any():
-            return False
-        rows = rows.part(n_left)
+        rows = rows.part(int(rows.leaves.searchsorted(step, "right")))
         if member.n_steps:
             rows = rows.joined(member, step, now_s)
         ends_s = self._ends(rows, step, now_s)
@@ -180,7 +175,5 @@ class DecodeBatch:
         sizes = np.arange(n, 0, -1)
         contexts = rows.offsets[::-1].cumsum()[::-1] / sizes + (before + leaves) / 2
         seconds = self._profile.itl_of_batches(sizes, contexts)
-        seconds *= self._factor
         seconds *= leaves - before
-        ends_s: Floats = seconds.cumsum() + now_s
-        return ends_s
+        return self._pace.ends_s(now_s, seconds.cumsum())

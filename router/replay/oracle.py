@@ -11,12 +11,12 @@ proof that nothing is better.
 
 It leaves out, for the better: steps that run when a request comes to a decode worker (half a step each),
 prompts that share an iteration, first transfers between two workers, decode leases of requests in prefill,
-the spread of each step's time (the mean is taken). For the worse: a prompt is computed without a break, and
-shares whole blocks of the trace only.
+ranks that wait for each other, the spread of each step's time (the mean is taken). For the worse: a prompt
+is computed without a break, and shares whole blocks of the trace only.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Sequence
 
 from slagate.pools.grid.grid import Stage
 from slagate.router.loadgen.trace import BLOCK_TOKENS
@@ -31,7 +31,7 @@ from slagate.router.replay.schedules import (
     TimedRequest,
     TimedWorker,
 )
-from slagate.router.replay.timelines import DuePrompt
+from slagate.router.replay.timelines import DuePrompt, WorkerPace
 from slagate.workers.sim.timing import EngineTiming
 
 CONTEXT_TOKENS = 131_072
@@ -46,9 +46,9 @@ STEP_SHARES = (1.0, 0.8, 0.6, 0.4)
 SOONER_S = 0.3
 """By how much a missed request is put earlier in the next list."""
 
-N_LISTS = 8
-LISTED = 4000
-"""How often a list of what was missed is tried, and how many requests are then listed in all."""
+LISTED = 16_000
+LEAST_LISTS, MOST_LISTS = 3, 12
+"""How many lists are tried: as many as have that many requests in all, within these bounds."""
 
 Way = tuple[SimPool, SimPool]
 """The pools of prefill and decode that can serve a request; twice the same where one does both."""
@@ -81,7 +81,8 @@ def scheduled(
     ]
     work_s = [
         min(
-            worker.factor * worker.profile.prefill_s(job.prompt.n_tokens, 0) for worker in computing
+            worker.pace.end_s(0.0, worker.profile.prefill_s(job.prompt.n_tokens, 0))
+            for worker in computing
         )
         for job in jobs
     ]
@@ -91,38 +92,46 @@ def scheduled(
 
 def _best(scheduler: Scheduler, jobs: Sequence[TimedRequest], work_s: Sequence[float]) -> Schedule:
     """The best of the schedules that are tried; `work_s` by number."""
-
-    def attempt(keys: Mapping[int, float], step_share: float) -> Schedule:
+    best = Schedule(frozenset(), frozenset())
+    lists = _lists(jobs, work_s)
+    keys, step_share = next(lists)
+    for _ in range(max(LEAST_LISTS, min(MOST_LISTS, LISTED // max(1, len(jobs))))):
         order = sorted(jobs, key=lambda job: (keys[job.prompt.number], job.prompt.number))
-        return scheduler.attempt(order, step_share)
+        last = scheduler.attempt(order, step_share)
+        if len(last.met) > len(best.met):
+            best = last
+        keys, step_share = lists.send(last)
+    return best
+
+
+def _lists(
+    jobs: Sequence[TimedRequest], work_s: Sequence[float]
+) -> Generator[tuple[dict[int, float], float], Schedule, None]:
+    """Without end, keys to order requests by and a share of steps; is sent what came of each."""
 
     def keys_of(weight: float) -> dict[int, float]:
-        return {
-            job.prompt.number: job.prompt.due_s + weight * work_s[job.prompt.number] for job in jobs
-        }
+        due_s = {job.prompt.number: job.prompt.due_s for job in jobs}
+        return {number: at_s + weight * work_s[number] for number, at_s in due_s.items()}
 
     weight, share = WORK_WEIGHTS[0], STEP_SHARES[0]
-    best = attempt(keys_of(weight), share)
+    best = yield keys_of(weight), share
     if best.refused:
         for each in STEP_SHARES[1:]:
-            found = attempt(keys_of(weight), each)
+            found = yield keys_of(weight), each
             if len(found.met) > len(best.met):
                 best, share = found, each
     for each in WORK_WEIGHTS[1:]:
-        found = attempt(keys_of(each), share)
+        found = yield keys_of(each), share
         if len(found.met) > len(best.met):
             best, weight = found, each
     keys, last = keys_of(weight), best
-    for _ in range(min(N_LISTS, LISTED // max(1, len(jobs)))):
+    while True:
         for number in keys:
             if number in last.refused:
                 keys[number] = math.inf
             elif number not in last.met:
                 keys[number] -= SOONER_S
-        last = attempt(keys, share)
-        if len(last.met) > len(best.met):
-            best = last
-    return best
+        last = yield keys, share
 
 
 def _jobs(fleet: SimFleet, asks: Sequence[Ask], latency_s: float) -> list[TimedRequest]:
@@ -150,16 +159,17 @@ def _jobs(fleet: SimFleet, asks: Sequence[Ask], latency_s: float) -> list[TimedR
 def _workers(
     fleet: SimFleet, stage: Stage, imperfection: Imperfection, seed: int
 ) -> list[TimedWorker]:
-    """The workers of a stage, with their true speed."""
-    workers = []
+    """The workers of a stage, with their true speed; each rank is one, and waits for no other."""
+    slow, workers = imperfection.slow, []
     for pool in fleet.pools:
         limit = fleet.config.pools[pool.name].max_inflight
-        n = pool.batch if limit is None else min(limit, pool.batch)
-        workers += [
-            TimedWorker(pool.profile, mean_factor(imperfection, seed, address), pool.gpus, n)
-            for address in pool.addresses
-            if pool.stage is stage
-        ]
+        n = pool.batch if limit is None else min(-(-limit // pool.ranks), pool.batch)
+        for address in pool.addresses if pool.stage is stage else ():
+            pace = WorkerPace(mean_factor(imperfection, seed, address))
+            if slow is not None and slow.pool == pool.name:
+                pace = pace._replace(slow=slow.factor, slow_from_s=slow.from_s)
+            worker = TimedWorker(pool.profile, pace, pool.gpus / pool.ranks, n)
+            workers += [worker] * pool.ranks
     return workers
 
 

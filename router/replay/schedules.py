@@ -2,6 +2,8 @@
 
 import heapq
 import math
+from bisect import insort
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -12,6 +14,7 @@ from slagate.router.replay.timelines import (
     PrefixCache,
     Span,
     Timeline,
+    WorkerPace,
     insert_cheapest,
 )
 from slagate.workers.profiles.profile import TpProfile
@@ -40,24 +43,24 @@ class TimedWorker(NamedTuple):
     """One worker, and its true speed."""
 
     profile: TpProfile
-    factor: float  # of the profile's seconds
+    pace: WorkerPace
     gpus: float
     max_requests: int  # that decode at once
 
     def timeline(self) -> Timeline:
         """Its prompts, to begin with none."""
-        return Timeline(self.profile, self.factor, self.gpus)
+        return Timeline(self.profile, self.pace, self.gpus)
 
     def batch(self) -> DecodeBatch:
         """Its batch, to begin with empty."""
-        return DecodeBatch(self.profile, self.factor, self.max_requests)
+        return DecodeBatch(self.profile, self.pace, self.max_requests)
 
     def is_slow_for(self, job: TimedRequest, step_share: float) -> bool:
         """Whether the steps of a small batch take more than this share of what the request may take.
 
         It would be in time there, and hardly anything else could be done meanwhile.
         """
-        step_s = self.profile.itl_s(FEW, job.prompt.n_tokens) * self.factor
+        step_s = self.profile.itl_s(FEW, job.prompt.n_tokens) * self.pace.factor
         return step_s > step_share * job.member.step_s
 
 
@@ -95,41 +98,43 @@ class SplitScheduler:
         """`jobs` are all requests by number; a message takes `latency_s` each way."""
         self._jobs, self._prefill, self._decode = jobs, prefill, decode
         self._latency_s = latency_s
-        self._token_s = [EngineTiming(worker.profile).transfer_s(1) for worker in decode]
+        self._token_s = min([EngineTiming(worker.profile).transfer_s(1) for worker in decode])
 
     def attempt(self, jobs: Sequence[TimedRequest], step_share: float) -> Schedule:
         """Compute the prompts in the order of the list, and decode each as soon as a worker can."""
         timelines = [worker.timeline() for worker in self._prefill]
         for job in jobs:
             insert_cheapest(timelines, job.prompt)
-        computed = {
-            prompt.number: end_s for timeline in timelines for prompt, end_s in timeline.in_time()
-        }
-        whole = [number for number in computed if self._jobs[number].is_whole]
-        others = [
-            (end_s + 2 * self._latency_s, number)
-            for number, end_s in computed.items()
-            if not self._jobs[number].is_whole
-        ]
-        met = frozenset([*whole, *self._decoded(others, step_share)])
-        return Schedule(met, frozenset(computed) - met)
+        met, ready = set(), []
+        for timeline in timelines:
+            for prompt, end_s in timeline.in_time():
+                if self._jobs[prompt.number].is_whole:
+                    met.add(prompt.number)
+                else:
+                    first_s = end_s + 2 * self._latency_s + self._token_s * prompt.n_tokens
+                    ready.append((first_s, prompt.number))
+        computed = frozenset([*met, *[number for _, number in ready]])
+        met |= self._decoded(ready, step_share)
+        return Schedule(frozenset(met), computed - met)
 
     def _decoded(self, ready: list[tuple[float, int]], step_share: float) -> set[int]:
-        """Who ends in time, of requests that are at the decode workers from a time on."""
+        """Who ends in time, of requests whose first tokens can be at a decode worker from a time on."""
         batches = [worker.batch() for worker in self._decode]
         heapq.heapify(ready)
         met = set()
         while ready:
             now_s, number = heapq.heappop(ready)
             job = self._jobs[number]
-            order = self._in_order(job, batches, now_s, step_share)
+            for batch in batches:
+                batch.advance(now_s)
+            order = self._in_order(job, batches, step_share)
             if any(batches[i].join(job.member) for i in order):
                 met.add(number)
                 continue
             ends_s = [end_s for each in batches if (end_s := each.first_end_s) is not None]
             later_s = now_s + (job.first_by_s - job.prompt.release_s) / TRIES
             later_s = max(later_s, min(ends_s, default=math.inf))
-            if later_s + min(self._token_s) * job.prompt.n_tokens <= job.first_by_s:
+            if later_s <= job.first_by_s:
                 heapq.heappush(ready, (later_s, number))
                 continue
             replaced = (batches[i].replace_longest(job.member) for i in order)
@@ -140,18 +145,16 @@ class SplitScheduler:
         return met
 
     def _in_order(
-        self, job: TimedRequest, batches: Sequence[DecodeBatch], now_s: float, step_share: float
+        self, job: TimedRequest, batches: Sequence[DecodeBatch], step_share: float
     ) -> list[int]:
-        """Batches that could have its first token in time, the one to try first first.
+        """Batches, the one to try first first.
 
-        They are those of workers that are not slow for it, of the fewest GPUs, with the most members.
+        Those of workers that are not slow for it, of the fewest GPUs, with the most members come first.
         """
-        order = []
-        for i, (worker, batch) in enumerate(zip(self._decode, batches, strict=True)):
-            first_s = now_s + self._token_s[i] * job.prompt.n_tokens
-            if first_s <= job.first_by_s + TINY_S:
-                batch.advance(first_s)
-                order.append((worker.is_slow_for(job, step_share), worker.gpus, -len(batch), i))
+        order = [
+            (worker.is_slow_for(job, step_share), worker.gpus, -len(batch), i)
+            for i, (worker, batch) in enumerate(zip(self._decode, batches, strict=True))
+        ]
         return [i for *_, i in sorted(order)]
 
 
@@ -199,26 +202,30 @@ class AggScheduler:
     def _served(self, worker: TimedWorker, plan: Timeline) -> Timeline:
         """Who of a plan, which knows of no batch, is computed when, and ends in time."""
         batch, cache = worker.batch(), PrefixCache(worker.profile.kv_capacity_tokens)
-        served, queue, now_s = worker.timeline(), list(plan.prompts), 0.0
-        while queue:
+        served, prompts, now_s = worker.timeline(), plan.prompts, 0.0
+        coming = deque(sorted(range(len(prompts)), key=lambda i: prompts[i].release_s))
+        here: list[int] = []  # in the order of the plan
+        while coming or here:
             batch.advance(now_s)
-            here = [prompt for prompt in queue if prompt.release_s <= now_s]
-            for prompt in here:
+            while coming and prompts[coming[0]].release_s <= now_s:
+                insort(here, coming.popleft())
+            for i in list(here):
+                prompt = prompts[i]
                 cached = cache.cached_tokens(prompt)
                 work_s = plan.work_s(prompt, cached)
-                if now_s + work_s > prompt.due_s + TINY_S:
-                    queue.remove(prompt)
+                if worker.pace.end_s(now_s, work_s) > prompt.due_s + TINY_S:
+                    here.remove(i)
                     continue
                 n_steps = -(-(prompt.n_tokens - cached) // (ITERATION_TOKENS - len(batch)))
                 member = self._jobs[prompt.number].member
                 if batch.join(member, Stall(work_s, n_steps), first_by_s=prompt.due_s):
-                    queue.remove(prompt)
+                    here.remove(i)
                     cache.add_prompt(prompt)
                     served.append(prompt, Span(now_s, batch.now_s))
                     now_s = batch.now_s
                     break
             else:
-                later_s = [prompt.release_s for prompt in queue if prompt.release_s > now_s]
+                later_s = [prompts[coming[0]].release_s] if coming else []
                 if here and batch.first_end_s is not None:
                     later_s.append(batch.first_end_s)
                 if not later_s:

@@ -1,16 +1,43 @@
 """Workers that compute one prompt after the other, and where in what they do a further prompt fits."""
 
+import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
+import numpy as np
+
 from slagate.router.loadgen.trace import BLOCK_TOKENS
 from slagate.workers.profiles.profile import TpProfile
+from slagate.workers.profiles.table import Floats
 from slagate.workers.serving.sim import BLOCK_TOKENS as ENGINE_BLOCK_TOKENS
 
 TINY_S = 1e-6
 """Less than anything takes: sums of seconds in another order may differ in the last digits."""
+
+
+class WorkerPace(NamedTuple):
+    """A worker's true speed: `factor` times the profile's seconds; from a time on `slow` times those."""
+
+    factor: float = 1.0
+    slow: float = 1.0
+    slow_from_s: float = math.inf
+
+    def end_s(self, start_s: float, work_s: float) -> float:
+        """When work ends that is so many seconds of the profile."""
+        end_s = start_s + work_s * self.factor
+        if end_s > self.slow_from_s:
+            end_s += (end_s - max(start_s, self.slow_from_s)) * (self.slow - 1)
+        return end_s
+
+    def ends_s(self, start_s: float, work_s: Floats) -> Floats:
+        """The same of f64[n]."""
+        ends_s = start_s + work_s * self.factor
+        if self.slow_from_s < math.inf:
+            late_s = np.maximum(ends_s - max(start_s, self.slow_from_s), 0.0)
+            ends_s += late_s * (self.slow - 1)
+        return ends_s
 
 
 class DuePrompt(NamedTuple):
@@ -46,10 +73,9 @@ class Timeline:
     cache holds was computed in between.
     """
 
-    def __init__(self, profile: TpProfile, factor: float, gpus: float) -> None:
-        """Its prefill takes `factor` times the profile's seconds."""
+    def __init__(self, profile: TpProfile, pace: WorkerPace, gpus: float) -> None:
         self.prompts: list[DuePrompt] = []
-        self._profile, self._factor, self._gpus = profile, factor, gpus
+        self._profile, self._pace, self._gpus = profile, pace, gpus
         self._starts_s: list[float] = []
         self._ends_s: list[float] = []
         self._start_of: dict[int, float] = {}
@@ -57,12 +83,12 @@ class Timeline:
         self._seconds: dict[tuple[int, int], float] = {}
 
     def work_s(self, prompt: DuePrompt, cached_tokens: int) -> float:
-        """Seconds to compute it alone."""
+        """Seconds of the profile to compute it alone."""
         at = prompt.n_tokens, cached_tokens
         seconds = self._seconds.get(at)
         if seconds is None:
             seconds = self._profile.prefill_s(prompt.n_tokens - cached_tokens, cached_tokens)
-            self._seconds[at] = seconds = seconds * self._factor
+            self._seconds[at] = seconds
         return seconds
 
     def place(self, prompt: DuePrompt) -> Place | None:
@@ -72,23 +98,25 @@ class Timeline:
         best: Place | None = None
         for index in range(bisect_right(ends_s, prompt.release_s), len(ends_s) + 1):
             start_s = max(prompt.release_s, ends_s[index - 1] if index else 0.0)
-            if start_s + least_s > prompt.due_s:
+            if self._pace.end_s(start_s, least_s) > prompt.due_s:
                 break
             work_s = self.work_s(prompt, self._cached_tokens(prompt, index))
-            if start_s + work_s > prompt.due_s:
+            span = Span(start_s, self._pace.end_s(start_s, work_s))
+            if span.end_s > prompt.due_s:
                 continue
-            place = self._delaying(index, start_s, work_s)
+            place = self._delaying(index, span)
             if place is not None and (best is None or place < best):
                 best = place
                 if work_s == least_s and not place.delay_s:
                     break
         return best
 
-    def _delaying(self, index: int, start_s: float, work_s: float) -> Place | None:
+    def _delaying(self, index: int, span: Span) -> Place | None:
         """The place at `index`, unless it makes one of those behind it late."""
         starts_s, ends_s = self._starts_s, self._ends_s
-        end_s = start_s + work_s
-        spans, delay_s = [Span(start_s, end_s)], 0.0
+        start_s, end_s = span
+        gpu_s = (end_s - start_s) * self._gpus
+        spans, delay_s = [span], 0.0
         for i in range(index, len(starts_s)):
             if starts_s[i] >= end_s:
                 break
@@ -97,7 +125,7 @@ class Timeline:
                 return None
             delay_s += start_s - starts_s[i]
             spans.append(Span(start_s, end_s))
-        return Place(work_s * self._gpus, delay_s, index, spans)
+        return Place(gpu_s, delay_s, index, spans)
 
     def _most_cached_tokens(self, prompt: DuePrompt) -> int:
         """How many of its tokens are cached behind all the prompts here, if none was dropped."""
@@ -154,7 +182,7 @@ class Timeline:
         cache, now_s = PrefixCache(self._profile.kv_capacity_tokens), 0.0
         for prompt in self.prompts:
             work_s = self.work_s(prompt, cache.cached_tokens(prompt))
-            end_s = max(now_s, prompt.release_s) + work_s
+            end_s = self._pace.end_s(max(now_s, prompt.release_s), work_s)
             if end_s <= prompt.due_s + TINY_S:
                 cache.add_prompt(prompt)
                 now_s = end_s
