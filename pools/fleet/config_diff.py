@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 
 from slagate.pools.fleet.fleet import Prepared
-from slagate.pools.fleet_file.models import Objective, PoolSpec
+from slagate.pools.fleet_file.models import Objective, PoolSpec, Scheduling
 from slagate.pools.grid.grid import AnyAxis, PriorityRule, StageGrid, UnevenAxis
 from slagate.pools.grid.json_text import named, shown
 
@@ -24,6 +24,10 @@ def changes(old: Prepared, new: Prepared) -> Iterator[str]:
             yield from _grid(stage, before, after)
     for name in _either(was.pools, now.pools):
         yield from _pool(name, old, new)
+    for key in Scheduling.model_fields:
+        yield from _changed(
+            f"scheduling: {key}", getattr(was.scheduling, key), getattr(now.scheduling, key)
+        )
     for name in _either(was.objectives, now.objectives):
         objectives = was.objectives.get(name), now.objectives.get(name)
         yield from _changed(f"objective {named(name)}", *objectives, show=_objective)
@@ -142,5 +146,5 @@ def _rules_text(rules: list[tuple[PriorityRule, str]]) -> str:
 def _objective(objective: Objective | None) -> str:
     if objective is None:
         return "none"
-    given = objective.model_dump(exclude_none=True)
-    return " ".join(f"{key} {shown(value)}" for key, value in given.items()) or "{}"
+    given = objective.model_dump(exclude_defaults=True)
+    return " ".join(f"{key} {_text(value)}" for key, value in given.items()) or "{}"

@@ -7,7 +7,7 @@ from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig
-from slagate.pools.fleet_file.models import Objective
+from slagate.pools.fleet_file.models import Objective, Scheduling
 from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
 from slagate.pools.inflight.worker_rows import Limits
@@ -53,6 +53,7 @@ class Fleet:
         self.warnings: tuple[str, ...] = ()
         self.grids: Mapping[Stage, StageGrid] = {}
         self.objectives: Mapping[str, Objective] = {}
+        self.scheduling = Scheduling()
         self.pools: dict[str, Pool] = {}
         self._leaving: list[Pool] = []  # pools of earlier configurations, whose workers drain
         self._on_join: list[Callable[[Pool, Member], None]] = []
@@ -77,6 +78,7 @@ class Fleet:
         self._leaving = [pool for pool in self._leaving if not pool.is_empty]
         self.warnings = config.warnings
         self.objectives = config.objectives
+        self.scheduling = config.scheduling
         self.grids = {Stage(name): grid for name, grid in config.stages.items()}
         # Scrapes and probes read from a thread of their own, and must never see half a fleet.
         pools: dict[str, Pool] = {}

@@ -13,7 +13,13 @@ from slagate.pools.fleet_file.keys import (
     STAGES,
     Form,
 )
-from slagate.pools.fleet_file.models import STRATEGIES, Objective, OverrideRule, PoolSpec
+from slagate.pools.fleet_file.models import (
+    STRATEGIES,
+    Objective,
+    OverrideRule,
+    PoolSpec,
+    Scheduling,
+)
 from slagate.pools.fleet_file.report import Path, dicts_in
 from slagate.workers.runtime.usage import unknown_key
 
@@ -69,6 +75,7 @@ def _known(form: Form) -> _Keys:
             known.pop(key, None)
         known |= dict.fromkeys((PREFILL.priorities, EPP_LABEL, *EPP_KEYS))
         known["priorityOverrides"] = _Entries(dict.fromkeys(EPP_RULE_KEYS))
+    known["scheduling"] = dict.fromkeys(Scheduling.model_fields)
     known["pools"] = _Entries(dict.fromkeys(PoolSpec.model_fields))
     known["objectives"] = _Entries(dict.fromkeys(Objective.model_fields))
     return known

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from slagate.pools.fleet_file.check import CheckOptions, checked
 from slagate.pools.fleet_file.disguise import in_brief, unfilled, what_is_around, what_text_is
 from slagate.pools.fleet_file.keys import STAGES, AxisKeys, StageKeys
-from slagate.pools.fleet_file.models import AggFile, Objective, PoolSpec, PrefillFile
+from slagate.pools.fleet_file.models import AggFile, Objective, PoolSpec, PrefillFile, Scheduling
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.grid import Axis, PriorityRule, StageGrid, UnevenAxis
 from slagate.pools.grid.json_text import ROOT, ReadJson, read_json, shown
@@ -91,6 +91,7 @@ class FleetConfig:
     stages: Mapping[str, StageGrid]
     pools: Mapping[str, PoolSpec]
     objectives: Mapping[str, Objective]
+    scheduling: Scheduling
     warnings: tuple[str, ...]
     ignored: tuple[str, ...]
     profiles: Mapping[str, TpProfile] | None
@@ -187,6 +188,7 @@ def _parsed(content: object, source: str, extras: CheckOptions) -> FleetConfig:
         stages=MappingProxyType(stages),
         pools=MappingProxyType(file.pools),
         objectives=MappingProxyType(file.objectives),
+        scheduling=file.scheduling,
         warnings=tuple(report.warnings),
         ignored=tuple(report.ignored),
         profiles=None if found.profiles is None else MappingProxyType(found.profiles),

@@ -9,7 +9,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -138,6 +138,13 @@ Address = Annotated[
     Field(json_schema_extra={"pattern": f"^{_HOST}:[1-9][0-9]{{0,4}}$"}),
 ]
 
+
+SpillMode = Literal["none", "listed", "any"]
+AdmissionMode = Literal["off", "shadow", "on"]
+BypassMode = Literal["off", "auto"]
+ClassPolicy = Literal["protect", "shed", "relegate"]
+
+ADMISSION_MODES: tuple[AdmissionMode, ...] = get_args(AdmissionMode)
 
 ANY_CLASS = "*"
 """The entry of `objectives` for requests of no class, or of one that is not listed."""
@@ -280,14 +287,52 @@ class PoolSpec(_FileObject):
         return self.cost if self.cost is not None else self.tp or 1
 
 
+class Scheduling(_FileObject):
+    """What becomes of requests that are predicted to miss their targets, and where prompts are computed."""
+
+    spill: Annotated[
+        SpillMode,
+        _says(
+            "The pools that a request may go to when it is predicted to miss its targets in the first one "
+            "of its cell: none; those that the cell lists, if it has a list (listed); or any pool of the "
+            "stage, the cheapest by cost in which it is predicted to meet them (any)."
+        ),
+    ] = "listed"
+    admission: Annotated[
+        AdmissionMode,
+        _says(
+            "Whether requests that are predicted to miss their targets everywhere are refused, by the "
+            "policy of their class: never (off), only counted as if they were (shadow), or refused (on). "
+            "A gateway that runs can be told otherwise, until its next reload."
+        ),
+    ] = "off"
+    bypass: Annotated[
+        BypassMode,
+        _says(
+            "Whether a decode worker computes the prompt too, without a prefill worker: never (off), or "
+            "when it can meet both targets by itself (auto)."
+        ),
+    ] = "off"
+
+
 class Objective(_FileObject):
-    """Targets and priority of a request of one class, each where the request names none."""
+    """A class: the targets and priority of requests that name none, and how it fares under overload."""
 
     ttft_ms: Annotated[Maybe[TargetMs], _says("TTFT target, milliseconds.")] = None
     itl_ms: Annotated[Maybe[TargetMs], _says("ITL target, milliseconds.")] = None
     priority: Annotated[
-        Maybe[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]], _says("Higher is more important.")
+        Maybe[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]],
+        _says("Higher is more important; it is the rank of the class as well."),
     ] = None
+    policy: Annotated[
+        ClassPolicy,
+        _says(
+            "What happens to a request that is predicted to miss its targets, where admission is on: it is "
+            "refused (shed), or waits behind all others instead (relegate), or it is never refused, and "
+            "room is kept for its class (protect)."
+        ),
+    ] = "shed"
+    weight: Annotated[Positive, _says("Its share beside other classes of the same priority.")] = 1
 
 
 def default_for(objectives: Mapping[str, Objective], name: str) -> Objective | None:
@@ -301,6 +346,9 @@ class _File(_FileObject):
     enable_priority_retry: Annotated[
         bool, _says("Whether a request that failed before its first output may go to faster pools.")
     ] = False
+    scheduling: Annotated[
+        Scheduling, _says("Spill to other pools, admission, and bypass of prefill workers.")
+    ] = Scheduling()
     pools: Annotated[
         dict[str, PoolSpec], _says("By name of the pool: its workers, profile, limits and cost.")
     ] = {}

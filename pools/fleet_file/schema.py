@@ -179,6 +179,7 @@ def _epp_file(disagg: Schema, strategy: Schema) -> Schema:
         *decode_keys,
         PREFILL.priorities,
         "enable_priority_retry",
+        "scheduling",
         "pools",
         "objectives",
     )

@@ -1,5 +1,6 @@
 """What pydantic finds wrong with a file, in the words of this room's messages, each with its place."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ from pydantic import ValidationError
 
 from slagate.pools.grid.errors import Problem
 from slagate.pools.grid.json_text import json_path, shown
-from slagate.workers.runtime.usage import unknown_key
+from slagate.workers.runtime.usage import nearest, unknown_key
 
 # By pydantic's kinds of error; our own kinds bring their text. Named tuples have kinds of their own in
 # earlier versions of pydantic.
@@ -49,7 +50,15 @@ def reason(item: Mapping[str, Any]) -> str:
         name: int(limit) if isinstance(limit, float) and limit.is_integer() else limit
         for name, limit in item.get("ctx", {}).items()
     }
-    return known.format(**limits)
+    return known.format(**limits) + _meant(item)
+
+
+def _meant(item: Mapping[str, Any]) -> str:
+    """What was probably meant by a word that is none of those that a key may have."""
+    if item["type"] != "literal_error" or not isinstance(item["input"], str):
+        return ""
+    near = nearest(item["input"].lower(), re.findall(r"'(.*?)'", item["ctx"]["expected"]))
+    return "" if near is None else f", did you mean '{near}'?"
 
 
 def problems(error: ValidationError, keys: Mapping[str, Iterable[str]]) -> Iterator[Problem]:

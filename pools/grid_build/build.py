@@ -106,6 +106,8 @@ def build_fleet(
     content: dict[str, object] = {"mode": spec.mode}
     if spec.enable_priority_retry:
         content["enable_priority_retry"] = True
+    if scheduling := spec.scheduling.model_dump(exclude_unset=True):
+        content["scheduling"] = scheduling
     objectives = {
         name: objective.model_dump(exclude_unset=True)
         for name, objective in spec.objectives.items()

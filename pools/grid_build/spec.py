@@ -19,6 +19,7 @@ from slagate.pools.fleet_file.models import (
     Name,
     Number,
     Objective,
+    Scheduling,
     Word,
 )
 from slagate.pools.fleet_file.rules import read_profiles
@@ -127,6 +128,7 @@ class _Spec(_SpecObject):
     utilisation: Share = 0.7
     margin: Share = 0.0
     enable_priority_retry: bool = False
+    scheduling: Scheduling = Scheduling()
     traffic: TrafficSpec = TrafficSpec()
     objectives: dict[str, Objective] = {}
 
@@ -199,6 +201,7 @@ def _keys(mode: str) -> dict[str, Iterable[str]]:
     models: dict[str, type[BaseModel]] = {
         "": _SPECS[mode],
         "traffic": TrafficSpec,
+        "scheduling": Scheduling,
         "prefill": PrefillSpec,
         "decode": DecodeSpec,
         "agg": AggSpec,

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from slagate.pools.fleet_file.load import FleetConfig
-from slagate.pools.fleet_file.models import ANY_CLASS, default_for
+from slagate.pools.fleet_file.models import ANY_CLASS, Scheduling, default_for
 from slagate.pools.grid.grid import SIZE_FIELDS, AnyAxis, Axis, Number, StageGrid, number_text
 from slagate.router.receipts.attainment import CellTraffic
 
@@ -248,6 +248,9 @@ def _notes(config: FleetConfig, grid: StageGrid, defaults: Mapping[str, Number])
         notes.append(f"    priority {low} to {high}: pool {rule.pool}, {names[rule.pool]}")
     if grid.retry:
         notes.append("Retry: what failed goes on to the strictly faster pools, slowest first.")
+    if config.scheduling != Scheduling():
+        modes = ", ".join(f"{key} {mode}" for key, mode in config.scheduling.model_dump().items())
+        notes.append(f"Scheduling: {modes}.")
     return notes
 
 

@@ -12,6 +12,7 @@ def state_of(fleet: Fleet) -> dict[str, Any]:
     return {
         "grids": dict(fleet.grids),
         "objectives": dict(fleet.objectives),
+        "scheduling": fleet.scheduling,
         "warnings": fleet.warnings,
         "models": set(fleet.models()),
         "pools": {name: _pool(pool) for name, pool in fleet.pools.items()},

@@ -132,6 +132,20 @@ ALONE: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
         lambda f: f.update(objectives={"chat": {"ttft_ms": 300, "priority": 5}, "*": {}}),
         ["objective chat none -> ttft_ms 300 priority 5", "objective * none -> {}"],
     ),
+    "policies and weights": (
+        lambda f: f.update(
+            objectives={"chat": {"policy": "protect", "weight": 2}, "*": {"weight": 1}}
+        ),
+        ["objective chat none -> policy protect weight 2", "objective * none -> {}"],
+    ),
+    "scheduling": (
+        lambda f: f.update(scheduling={"spill": "any", "admission": "on", "bypass": "off"}),
+        ["scheduling: spill listed -> any", "scheduling: admission off -> on"],
+    ),
+    "scheduling as it is without": (
+        lambda f: f.update(scheduling={"spill": "listed", "admission": "off"}),
+        [],
+    ),
     "another mode": (
         aggregated,
         [

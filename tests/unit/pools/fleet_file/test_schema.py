@@ -57,6 +57,10 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     spec = {"workers": ["h:1", "[::1]:2"], "profile": "x", "tp": 2, "cost": 2.5, "max_inflight": 8}
     planned = {"replicas": 4, "batch": 64}
     yield "pools", disagg_file() | {"pools": {"p-fast": spec, "p-bulk": {}, "d-fast": planned}}
+    modes = {"spill": "none", "admission": "shadow", "bypass": "auto"}
+    classes = {"a": {"policy": "protect", "weight": 0.5}, "*": {"policy": "relegate"}}
+    yield "scheduling", agg_file() | {"scheduling": modes, "objectives": classes}
+    yield "epp with scheduling", {**EPP, "scheduling": {"spill": "any", "admission": "on"}}
     for path in (files("slagate.configs") / "grids").iterdir():
         yield path.name, json.loads(path.read_text())
 

@@ -49,3 +49,12 @@ def test_places_values_and_probable_keys_are_named() -> None:
 )
 def test_kinds_of_every_version_have_words(kind: str, more: dict[str, object], said: str) -> None:
     assert reason({"type": kind, "ctx": more, "msg": "its text", "input": 1}) == said
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("othr", ", did you mean 'other'?"), ("ONE", ", did you mean 'one'?"), ("x", "")],
+)
+def test_a_word_that_is_none_of_some_is_told_the_nearest(word: str, meant: str) -> None:
+    item = {"type": "literal_error", "ctx": {"expected": "'one' or 'other'"}, "input": word}
+    assert reason(item) == f"must be 'one' or 'other'{meant}"

@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from slagate.pools.fleet_file.load import FleetConfig, load_config, parse_config
+from slagate.pools.fleet_file.models import Scheduling
 from slagate.pools.grid.json_text import laid_out
 from slagate.pools.grid_build.build import BuiltFleet, build_fleet
 from slagate.pools.grid_build.curve import (
@@ -105,6 +106,16 @@ def test_a_fleet_on_the_qwen_profile_loads_and_lints_clean(tmp_path: Path) -> No
     # All four sizes have cells: neither everything fast nor everything cheap.
     assert {cell[0] for cell in fleet.stages["prefill"].cells} == {0, 1, 2, 3}
     assert {cell[0] for cell in fleet.stages["decode"].cells} == {0, 1, 2, 3}
+
+
+def test_scheduling_and_classes_of_the_spec_are_those_of_the_file(tmp_path: Path) -> None:
+    classes = {"*": TARGETS["*"] | {"policy": "relegate"}, "chat": {"ttft_ms": 300, "weight": 2}}
+    made = built(disagg(objectives=classes, scheduling={"admission": "shadow"}))
+    assert made.content["scheduling"] == {"admission": "shadow"}
+    fleet = loaded(made, tmp_path)
+    assert fleet.scheduling == Scheduling(admission="shadow")
+    assert (fleet.objectives["*"].policy, fleet.objectives["chat"].weight) == ("relegate", 2)
+    assert "scheduling" not in built(disagg(objectives=TARGETS)).content
 
 
 def at_load(tp: int, tokens: float, *, stage: str, batch: int) -> float:

@@ -107,6 +107,8 @@ CASES = [
         {**SPEC["decode"]["pools"][0], "replicas": 2, "workers": ["h:1"]},
         "decode.pools[0].replicas: must be 1, the number of workers, or left out (got 2)",
     ),
+    ("scheduling", {"spil": "any"}, 'scheduling.spil: unknown key, did you mean "spill"?'),
+    ("scheduling", {"admission": "onn"}, "scheduling.admission: must be 'off', 'shadow' or 'on'"),
     ("objectives", {"*": {"ttft": 5}}, 'objectives["*"].ttft: unknown key'),
 ]
 

@@ -2,12 +2,14 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from slagate.pools.fleet_file.load import FleetConfig
+from slagate.pools.fleet_file.models import Scheduling
 from slagate.router.grid_view.terminal import print_stage
 from slagate.router.grid_view.view import Traffic, shade, stage_view
 from slagate.router.receipts.attainment import CellTraffic
@@ -74,6 +76,13 @@ def test_cells_show_where_they_spill_to() -> None:
     wide = printed(spilling())
     assert "> mid" in wide
     assert "1>0>2" in printed(spilling(), width=50)
+
+
+def test_scheduling_is_told_where_the_file_has_other_than_the_defaults() -> None:
+    config = example("example-disagg")
+    assert "Scheduling" not in printed(config)
+    changed = replace(config, scheduling=Scheduling(spill="any", admission="shadow"))
+    assert "Scheduling: spill any, admission shadow, bypass off." in printed(changed)
 
 
 def test_live_figures_are_in_the_cells() -> None:

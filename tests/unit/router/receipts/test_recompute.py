@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from slagate.pools.fleet.fleet import prepare
+from slagate.pools.fleet_file.models import Objective, Scheduling
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.receipts import json_line, parse_line, recompute_file
-from slagate.router.receipts.config import UnusableReceipt, read_config
+from slagate.router.receipts.config import UnusableReceipt, config_message, read_config
 from slagate.router.receipts.recompute import decide_again
 from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 from slagate.workers.runtime.cooperative import run_at_once
 from slagate.workers.runtime.usage import UsageError
+from support.builders import config
 from support.gateway.receipts import RandomFleet
 
 FLEET = RandomFleet()
@@ -343,6 +346,16 @@ def test_a_configuration_is_read_back_as_it_was() -> None:
         True,
         False,
     ]
+
+
+def test_a_configuration_says_how_its_requests_were_to_be_treated() -> None:
+    modes = {"spill": "any", "admission": "on"}
+    classes = {"chat": {"ttft_ms": 300, "policy": "protect", "weight": 3, "priority": 2}}
+    prepared = prepare(config("agg", scheduling=modes, objectives=classes))
+    read = read_config(config_message(prepared, policy="prefix")).config
+    assert read.scheduling == Scheduling(spill="any", admission="on", bypass="off")
+    assert read.objectives == {"chat": Objective(**classes["chat"])}
+    assert read_config(FLEET.config).config.scheduling == Scheduling()
 
 
 def test_the_version_is_that_of_the_content() -> None:
