@@ -143,6 +143,7 @@ class Candidate(google.protobuf.message.Message):
     DEVICE_TOKENS_FIELD_NUMBER: builtins.int
     HOST_TOKENS_FIELD_NUMBER: builtins.int
     ROW_FIELD_NUMBER: builtins.int
+    PAIR_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """address"""
     pool: builtins.str
@@ -190,6 +191,8 @@ class Candidate(google.protobuf.message.Message):
     """tokens behind those that are cached, but not all on the device"""
     row: builtins.int
     """its number in the pool: what the draw counts by"""
+    pair: builtins.int
+    """where the choice has a pairing: the worker's place in Pairing.keys"""
     def __init__(
         self,
         *,
@@ -217,9 +220,10 @@ class Candidate(google.protobuf.message.Message):
         device_tokens: builtins.int = ...,
         host_tokens: builtins.int = ...,
         row: builtins.int = ...,
+        pair: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "capacity_tokens", b"capacity_tokens", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "capacity_tokens", b"capacity_tokens", "context_tokens", b"context_tokens", "device_tokens", b"device_tokens", "excluded", b"excluded", "foreign_requests", b"foreign_requests", "foreign_s", b"foreign_s", "host_tokens", b"host_tokens", "inflight", b"inflight", "last_chosen", b"last_chosen", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_s", b"queued_s", "queued_tokens", b"queued_tokens", "rank", b"rank", "row", b"row", "score_s", b"score_s", "serves_model", b"serves_model", "state", b"state", "suspect", b"suspect", "worker", b"worker", "worker_inflight", b"worker_inflight"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "capacity_tokens", b"capacity_tokens", "context_tokens", b"context_tokens", "device_tokens", b"device_tokens", "excluded", b"excluded", "foreign_requests", b"foreign_requests", "foreign_s", b"foreign_s", "host_tokens", b"host_tokens", "inflight", b"inflight", "last_chosen", b"last_chosen", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "pair", b"pair", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_s", b"queued_s", "queued_tokens", b"queued_tokens", "rank", b"rank", "row", b"row", "score_s", b"score_s", "serves_model", b"serves_model", "state", b"state", "suspect", b"suspect", "worker", b"worker", "worker_inflight", b"worker_inflight"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_capacity_tokens", b"_capacity_tokens"]) -> typing.Literal["capacity_tokens"] | None: ...
     @typing.overload
@@ -234,6 +238,93 @@ class Candidate(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 Global___Candidate: typing_extensions.TypeAlias = Candidate
+
+@typing.final
+class PairKey(google.protobuf.message.Message):
+    """What a worker says of its handoffs, in lower case. Empty or 0: it does not say."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    LIBRARY_FIELD_NUMBER: builtins.int
+    RUNTIME_FIELD_NUMBER: builtins.int
+    KV_DTYPE_FIELD_NUMBER: builtins.int
+    MANAGER_FIELD_NUMBER: builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: builtins.int
+    HANDOFF_KEY_FIELD_NUMBER: builtins.int
+    transport: builtins.str
+    """nixl, ucx, mpi, mooncake, shm; "auto" here and below: its engine decides"""
+    library: builtins.str
+    """that the transport stands on"""
+    runtime: builtins.str
+    """of the transceiver: cpp, python"""
+    kv_dtype: builtins.str
+    manager: builtins.str
+    """of the KV cache: v1, v2"""
+    block_tokens: builtins.int
+    """tokens of a KV block"""
+    handoff_key: builtins.str
+    """fingerprint; "none": it has no key"""
+    def __init__(
+        self,
+        *,
+        transport: builtins.str = ...,
+        library: builtins.str = ...,
+        runtime: builtins.str = ...,
+        kv_dtype: builtins.str = ...,
+        manager: builtins.str = ...,
+        block_tokens: builtins.int = ...,
+        handoff_key: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "handoff_key", b"handoff_key", "kv_dtype", b"kv_dtype", "library", b"library", "manager", b"manager", "runtime", b"runtime", "transport", b"transport"]) -> None: ...
+
+Global___PairKey: typing_extensions.TypeAlias = PairKey
+
+@typing.final
+class Pairing(google.protobuf.message.Message):
+    """What the other stage had, where not every worker of it could hand over to every one of this stage."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class Partner(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        IS_OPEN_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        """place in keys"""
+        is_open: builtins.bool
+        """one of these workers could be chosen; else it was worth waiting for"""
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            is_open: builtins.bool = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["is_open", b"is_open", "key", b"key"]) -> None: ...
+
+    KEYS_FIELD_NUMBER: builtins.int
+    PARTNERS_FIELD_NUMBER: builtins.int
+    STRICT_FIELD_NUMBER: builtins.int
+    strict: builtins.bool
+    """only those that are known to fit, not those that may"""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PairKey]:
+        """of the partners and the candidates"""
+
+    @property
+    def partners(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Pairing.Partner]: ...
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[Global___PairKey] | None = ...,
+        partners: collections.abc.Iterable[Global___Pairing.Partner] | None = ...,
+        strict: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "partners", b"partners", "strict", b"strict"]) -> None: ...
+
+Global___Pairing: typing_extensions.TypeAlias = Pairing
 
 @typing.final
 class Target(google.protobuf.message.Message):
@@ -331,6 +422,7 @@ class StageChoice(google.protobuf.message.Message):
     POOLS_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     CONFIG_VERSION_FIELD_NUMBER: builtins.int
+    PAIRING_FIELD_NUMBER: builtins.int
     stage: Global___Stage.ValueType
     base_pool: builtins.str
     """what the grid cell says"""
@@ -373,6 +465,10 @@ class StageChoice(google.protobuf.message.Message):
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PoolLook]:
         """every pool that was looked at, in order; none in a trailer"""
 
+    @property
+    def pairing(self) -> Global___Pairing:
+        """absent: the other stage left every worker open; none in a trailer"""
+
     def __init__(
         self,
         *,
@@ -392,9 +488,13 @@ class StageChoice(google.protobuf.message.Message):
         pools: collections.abc.Iterable[Global___PoolLook] | None = ...,
         rank: builtins.int | None = ...,
         config_version: builtins.str = ...,
+        pairing: Global___Pairing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "config_version", b"config_version", "draw", b"draw", "excluded_workers", b"excluded_workers", "overridden", b"overridden", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_pairing", b"_pairing", "_rank", b"_rank", "pairing", b"pairing", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_pairing", b"_pairing", "_rank", b"_rank", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "config_version", b"config_version", "draw", b"draw", "excluded_workers", b"excluded_workers", "overridden", b"overridden", "pairing", b"pairing", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pairing", b"_pairing"]) -> typing.Literal["pairing"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 Global___StageChoice: typing_extensions.TypeAlias = StageChoice

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from slagate.pools.fleet.health import Health
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.pair_key import ANY_PAIR, AUTO, PairKey
 from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
 from slagate.pools.inflight.worker_rows import Limits, WorkerRows
 from slagate.pools.kv_events.view import EventView
@@ -48,6 +49,37 @@ def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> WorkerCapacity:
         row_tokens = said.total_kv_blocks // n_rows * max(1, said.kv_block_size)
     running = said.max_running_requests * n_ranks
     return WorkerCapacity(said.kv_block_size, n_ranks, n_rows, row_tokens, running)
+
+
+MAX_PAIR_TEXT = 40
+"""Characters of a text in a `PairKey`: a worker may say anything."""
+
+
+def pair_of(info: oe.ServerInfo) -> PairKey:
+    """What `info` says of handoffs; stock servers name no more than their back-end and block size."""
+    fields = info.extra.fields
+
+    def said(key: str) -> str:
+        # A message map adds a missing key when it is read.
+        text = fields[key].string_value if key in fields else ""
+        return text.lower()[:MAX_PAIR_TEXT]
+
+    return PairKey(
+        transport=said("slagate_kv_transport") or _transport(info.kv_connector.transfer_backend),
+        library=said("slagate_kv_transport_library"),
+        runtime=said("slagate_transceiver_runtime"),
+        kv_dtype=said("slagate_kv_dtype"),
+        manager=said("slagate_kv_cache_manager"),
+        block_tokens=info.capacity.kv_block_size,
+        handoff_key=said("slagate_handoff_key"),
+    )
+
+
+def _transport(backend: str) -> str:
+    """The transport that a transfer back-end names, in lower case."""
+    name = backend.lower()[:MAX_PAIR_TEXT]
+    # The engine takes one by itself: which one depends on its version.
+    return AUTO if name == "default" else name
 
 
 class PrefixPredictionError:
@@ -114,6 +146,7 @@ class Member:
         self.events: EventView | None = None  # None: not watched
         self.server_info: oe.ServerInfo | None = None  # who it says it is
         self.capacity = WorkerCapacity()
+        self.pair = ANY_PAIR  # what it says of its handoffs
         self.models: dict[str, oe.ModelInfo] = {}  # what it serves, by name
         self.ranks = WorkerRows(address, table)
         # Whether a rank can be asked for; else no rank's cache can be relied on.
@@ -156,6 +189,11 @@ class Member:
             return self.capacity.running
         return UNLIMITED
 
+    def takes(self, backend: str) -> bool:
+        """Whether it can take over a handoff of this transfer back-end, as far as both say."""
+        known = _transport(backend), self.pair.transport
+        return known[0] == known[1] or "" in known or AUTO in known
+
     def set_models(self, models: dict[str, oe.ModelInfo]) -> None:
         """Set the models that it serves, by name."""
         self.models = models
@@ -166,6 +204,7 @@ class Member:
         """Set the worker's `ServerInfo`, from which its rows and their limits follow."""
         self.server_info = info
         self.capacity = capacity_of(info, decodes=self.stage is Stage.DECODE)
+        self.pair = pair_of(info)
         self._set_up()
 
     def set_limits(self, limits: Limits) -> None:
@@ -183,6 +222,7 @@ class Member:
             limits=self.limits._replace(max_inflight=self.max_inflight),
             capacity_tokens=self.capacity.row_tokens,
             models=frozenset(self.models),
+            pair=self.pair,
         )
         self.has_row_for_each_rank = self.ranks.n_used == self.capacity.n_ranks
         self._show_state()

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.shared_counts import N_COUNTS, PoolCell, RankCell
 
 Ints = npt.NDArray[np.int64]
@@ -70,6 +71,7 @@ class RowView(msgspec.Struct, frozen=True, gc=False):
     models: frozenset[str]
     device_tokens: int = 0  # leading prompt tokens cached on the device
     host_tokens: int = 0  # tokens behind those that are cached, but not all on the device
+    pair: PairKey = ANY_PAIR  # what the worker says of its handoffs
 
     @property
     def cached_tokens(self) -> int:
@@ -119,11 +121,19 @@ class Counts(msgspec.Struct, frozen=True, gc=False, eq=False):
     least_capacity_tokens: int
 
 
+class RowPairs(NamedTuple):
+    """What the workers of all rows say of their handoffs: most often the same."""
+
+    keys: tuple[PairKey, ...]  # without repetition
+    ids: Ints  # i64[n_rows], each row's place in `keys`
+
+
 class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A frozen copy of a table: what one decision is made from."""
 
     names: tuple[tuple[str, int | None], ...]  # address and rank by row
     counts: Counts
+    pairs: RowPairs
     _models: Mapping[frozenset[str], Flags]
     _ints: Ints  # i64[N_INTS, n_rows]
     _floats: Floats  # f64[N_FLOATS, n_rows]
@@ -183,6 +193,7 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
             state=STATES[ints[STATE]],
             suspect=ints[SUSPECT] != 0,
             models=next(models for models, flags in self._models.items() if flags[row]),
+            pair=self.pairs.keys[self.pairs.ids.item(row)],
             device_tokens=device_tokens,
             host_tokens=host_tokens,
             **figures,
@@ -203,9 +214,11 @@ class LoadTable:
     def __init__(self) -> None:
         self.names: tuple[tuple[str, int | None], ...] = ()  # address and rank of each row
         self._row_models: list[frozenset[str]] = []
+        self._row_pairs: list[PairKey] = []
         self._resize(4)
         self._free: list[int] = []
         self._models: Mapping[frozenset[str], Flags] | None = None
+        self._pairs: RowPairs | None = None
         self._counts: Counts | None = None  # None: a counted figure has changed
         self.n_model_changes = 0  # times that a worker said what it serves, the same included
         self.totals = {PoolCell.REQUESTS: 0, PoolCell.RETRIES: 0, PoolCell.SPILLS: 0}
@@ -244,6 +257,7 @@ class LoadTable:
         """Free a row: its worker has left."""
         self._set_name(row, "", None)
         self.set_models(row, frozenset())
+        self.set_pair(row, ANY_PAIR)
         self.set_state(row, State.LEFT, suspect=False)
         self.set_foreign_load(row, None)
         self._free.append(row)
@@ -254,7 +268,8 @@ class LoadTable:
             self._resize(2 * row)
         self.names = (*self.names, ("", None))
         self._row_models.append(frozenset())
-        self._models = None
+        self._row_pairs.append(ANY_PAIR)
+        self._models = self._pairs = None
         return row
 
     def _set_name(self, row: int, address: str, rank: int | None) -> None:
@@ -276,6 +291,12 @@ class LoadTable:
         if self._row_models[row] != models:
             self._row_models[row] = models
             self._models = None
+
+    def set_pair(self, row: int, pair: PairKey) -> None:
+        """Set what the row's worker says of its handoffs."""
+        if self._row_pairs[row] != pair:
+            self._row_pairs[row] = pair
+            self._pairs = None
 
     def get(self, name: str, row: int) -> int:
         """One figure of a row; `name` is an int field of `RowView`."""
@@ -394,6 +415,8 @@ class LoadTable:
             self._counts = self._counted()
         if self._models is None:
             self._models = _flags(self._row_models)
+        if self._pairs is None:
+            self._pairs = _row_pairs(self._row_pairs)
         if 0 < self._counts.n_foreign_unknown < n:
             unknown = ints[FOREIGN_UNKNOWN] != 0
             # An old report that says "idle" would draw all requests to a worker that reports no more.
@@ -405,6 +428,7 @@ class LoadTable:
         return Rows(
             self.names,
             self._counts,
+            self._pairs,
             self._models,
             ints,
             floats,
@@ -423,6 +447,7 @@ def rows_of(views: Iterable[RowView]) -> Rows:
         table.set_s(row, **{name: getattr(view, name) for name in FLOAT_FIELDS})
         table.set_state(row, view.state, suspect=view.suspect)
         table.set_models(row, view.models)
+        table.set_pair(row, view.pair)
     return table.rows()
 
 
@@ -431,3 +456,9 @@ def _flags(row_models: list[frozenset[str]]) -> Mapping[frozenset[str], Flags]:
         models: np.array([each == models for each in row_models], dtype=np.bool_)
         for models in set(row_models)
     }
+
+
+def _row_pairs(pairs: list[PairKey]) -> RowPairs:
+    keys = tuple(dict.fromkeys(pairs))
+    places = {key: at for at, key in enumerate(keys)}
+    return RowPairs(keys, np.array([places[pair] for pair in pairs], dtype=np.int64))

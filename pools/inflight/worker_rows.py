@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.table import UNLIMITED, LoadTable, State, Work
 
 
@@ -44,13 +45,20 @@ class WorkerRows:
         return self.inflight + inflight, self.queued_tokens + queued_tokens
 
     def set_up(
-        self, n_rows: int, *, limits: Limits, capacity_tokens: int, models: frozenset[str]
+        self,
+        n_rows: int,
+        *,
+        limits: Limits,
+        capacity_tokens: int,
+        models: frozenset[str],
+        pair: PairKey,
     ) -> None:
-        """Have `n_rows` rows in use, each with these limits, KV capacity and models.
+        """Have `n_rows` rows in use, each with these limits, KV capacity, models and pair.
 
         There is a row for each rank that can be asked for, else 1. `limits` are the fleet file's,
         but where that has no `max_inflight`, it may be the number of requests that the engine
-        runs at once. `capacity_tokens` is the size of one row's KV cache.
+        runs at once. `capacity_tokens` is the size of one row's KV cache, `pair` what the worker
+        says of its handoffs.
         """
         while len(self.rows) < n_rows:
             self.rows.append(self.table.add_row(self._address, len(self.rows)))
@@ -63,6 +71,7 @@ class WorkerRows:
                 max_queued_tokens=_or_unlimited(limits.max_queued_tokens),
                 capacity_tokens=capacity_tokens,
             )
+            self.table.set_pair(row, pair)
         self.set_models(models)
         self.table.set_worker_inflight(self.rows, self.inflight)
 

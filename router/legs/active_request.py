@@ -217,7 +217,13 @@ class ActiveRequest:
         """Other workers, waited for like any, but as old as the request is. Raises `failure`."""
         dispatcher, started_s = self.gateway.dispatcher, self.gateway.now_s()
         # What it was decided by does not change any more, whatever a reload says its class means.
-        ask = replace(self.ask, sla=replace(self.record.sla, is_final=True))
+        stays = [lease.member for of, lease in self.assignment.leases.items() if of not in stages]
+        ask = replace(
+            self.ask,
+            sla=replace(self.record.sla, is_final=True),
+            # Where the other leg's worker stays, its KV does too, or it has room for this request's.
+            partner=stays[0].pair if stays else None,
+        )
         try:
             with dispatcher.submit(
                 ask, self.request.prompt, stages=stages, since_s=self.record.started_s

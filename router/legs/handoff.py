@@ -104,11 +104,10 @@ def _unusable(session: oe.KvSessionRef, decode: Member) -> str:
         return "it has neither an endpoint nor transfer state"
     if session.ByteSize() > 2 * MAX_OPAQUE_STATE_BYTES:
         return f"it has {session.ByteSize()} bytes"
-    backend = (
-        decode.server_info.kv_connector.transfer_backend if decode.server_info is not None else ""
-    )
-    if backend and session.transfer_backend and backend != session.transfer_backend:
-        return f"it is for {session.transfer_backend}, the decode worker uses {backend}"
+    if not decode.takes(session.transfer_backend):
+        return (
+            f"it is for {session.transfer_backend}, the decode worker uses {decode.pair.transport}"
+        )
     return ""
 
 

@@ -6,11 +6,13 @@ from msgspec.structs import asdict
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.table import UNLIMITED
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
+from slagate.router.scheduling.pairs import Pairing
 from slagate.router.scheduling.policy import Decision, StageChoice
-from slagate.router.scheduling.score import ScoredRow
+from slagate.router.scheduling.score import ScoredPool, ScoredRow
 from slagate.workers.runtime.cooperative import Steps
 
 WIRE_STAGE = {
@@ -53,8 +55,13 @@ def choice_steps(choice: StageChoice) -> Steps[gw.StageChoice]:
     """Make, in steps, the message of one stage's choice with all that is needed to make it again."""
     message = _choice_message(choice, ())
     message.pools.extend(_pool_look(scored.pool) for scored in choice.scored)
+    places: dict[PairKey, int] = {}
+    if choice.pairing is not None:
+        message.pairing.CopyFrom(_pairing_message(choice.pairing, choice.scored, places))
     for number, candidate in enumerate(_every_candidate(choice), start=1):
-        message.candidates.append(candidate_message(candidate, model=choice.ask.model))
+        candidate_of = candidate_message(candidate, model=choice.ask.model)
+        candidate_of.pair = places.get(candidate.view.pair, 0)
+        message.candidates.append(candidate_of)
         if number % CANDIDATES_A_STEP == 0:
             yield
     return message
@@ -123,6 +130,25 @@ def _choice_message(choice: StageChoice, shown: Iterable[ScoredRow]) -> gw.Stage
         starved=choice.starved,
         excluded_workers=sorted(choice.ask.excluded),
         config_version=choice.config.version,
+    )
+
+
+def _pairing_message(
+    pairing: Pairing, scored: Iterable[ScoredPool], places: dict[PairKey, int]
+) -> gw.Pairing:
+    """The pairing as a message; puts the place of each key in it into `places`."""
+    for key in (
+        *(partner.pair for partner in pairing.partners),
+        *(key for each in scored for key in each.pool.rows.pairs.keys),
+    ):
+        places.setdefault(key, len(places))
+    return gw.Pairing(
+        keys=[gw.PairKey(**key._asdict()) for key in places],
+        partners=[
+            gw.Pairing.Partner(key=places[partner.pair], is_open=partner.is_open)
+            for partner in pairing.partners
+        ],
+        strict=pairing.strict,
     )
 
 

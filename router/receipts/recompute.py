@@ -12,12 +12,13 @@ candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and tim
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from slagate.pools.fleet.pool import PoolSnapshot
+from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.table import UNLIMITED, RowView, State, rows_of
 from slagate.pools.prefix.match import cached_of
 from slagate.proto import gateway_pb2 as gw
@@ -29,6 +30,7 @@ from slagate.router.receipts.messages import (
     choice_steps,
 )
 from slagate.router.request.sla import Sla
+from slagate.router.scheduling.pairs import Pairing, Partner
 from slagate.router.scheduling.policy import choose_stage
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.workers.runtime.cooperative import run_at_once
@@ -118,12 +120,16 @@ def _decide_again(
         raise UnusableReceipt(f"{place}.stage: the fleet file has no such stage")
     if not 0 <= recorded.draw < 1:
         raise UnusableReceipt(f"{place}.draw: must be in [0, 1), got {recorded.draw}")
-    pools = _pools(place, recorded, decision, rules)
+    keys = [
+        PairKey(*(getattr(key, name) for name in PairKey._fields)) for key in recorded.pairing.keys
+    ]
+    pairing = _pairing(place, recorded, keys)
+    pools = _pools(place, recorded, decision, rules, keys)
     rng = _Recorded(recorded.draw)
     found: tuple[str, str] | None
     try:
         ask = _ask(recorded, decision)
-        choice = choose_stage(stage, ask, rules.grids[stage], pools, rng=rng)
+        choice = choose_stage(stage, ask, rules.grids[stage], pools, rng=rng, pairing=pairing)
     except _NotLookedAt as error:
         found = f"the choice goes on to pool {error}", "it was not looked at"
     else:
@@ -153,7 +159,11 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> RoutingRequest:
 
 
 def _pools(
-    place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: RecordedConfig
+    place: str,
+    recorded: gw.StageChoice,
+    decision: gw.Decision,
+    rules: RecordedConfig,
+    keys: Sequence[PairKey],
 ) -> dict[str, PoolSnapshot]:
     """The pools that were looked at, as they were then."""
     if len(recorded.candidates) != recorded.candidates_total:
@@ -171,7 +181,7 @@ def _pools(
         by_row = views[candidate.pool]
         if candidate.row in by_row or candidate.row >= recorded.candidates_total:
             raise UnusableReceipt(f"{where}.row: {candidate.row} is not its number in the pool")
-        by_row[candidate.row] = _view(where, candidate, decision.model)
+        by_row[candidate.row] = _view(where, candidate, decision.model, keys)
     pools = _Pools()
     for at, look in enumerate(recorded.pools):
         where = f"{place}.pools[{at}]"
@@ -199,7 +209,22 @@ def _pools(
     return pools
 
 
-def _view(where: str, candidate: gw.Candidate, model: str) -> RowView:
+def _pairing(place: str, recorded: gw.StageChoice, keys: Sequence[PairKey]) -> Pairing | None:
+    if not recorded.HasField("pairing"):
+        return None
+    found = recorded.pairing
+    for at, partner in enumerate(found.partners):
+        if partner.key >= len(keys):
+            raise UnusableReceipt(
+                f"{place}.pairing.partners[{at}].key: there is no key {partner.key}"
+            )
+    partners = (Partner(keys[partner.key], partner.is_open) for partner in found.partners)
+    return Pairing(tuple(partners), found.strict)
+
+
+def _view(where: str, candidate: gw.Candidate, model: str, keys: Sequence[PairKey]) -> RowView:
+    if candidate.pair >= max(1, len(keys)):
+        raise UnusableReceipt(f"{where}.pair: there is no key {candidate.pair}")
     for name in _COUNTS:
         if getattr(candidate, name) > UNLIMITED:
             raise UnusableReceipt(f"{where}.{name}: is too large")
@@ -219,6 +244,7 @@ def _view(where: str, candidate: gw.Candidate, model: str) -> RowView:
         rank=candidate.rank if candidate.HasField("rank") else None,
         state=state,
         models=frozenset({model} if candidate.serves_model else ()),
+        pair=keys[candidate.pair] if keys else ANY_PAIR,
         **figures,
     )
 

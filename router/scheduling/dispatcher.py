@@ -20,6 +20,7 @@ from slagate.pools.inflight.table import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.errors import GatewayError, NoWorker, Overloaded, UnknownModel
+from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER
 from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision, StageChoice, choose
 from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, RoutingRequest
@@ -29,6 +30,9 @@ from slagate.workers.runtime.clock import monotonic_s
 log = logging.getLogger(__name__)
 
 MODELS_TOLD = 5
+TOLD = frozenset({OTHER_MODEL, KV_TOO_SMALL, NO_TAKER, CANNOT_TAKE_OVER})
+"""Reasons that a refused client is told, beside that nobody is ready."""
+
 CLASSES_NOTED = 100
 """Clients make up names of classes, so no more than this many are logged."""
 
@@ -265,7 +269,7 @@ def _nobody(choice: StageChoice) -> str:
     """Why a stage has no worker that it would be worth waiting for."""
     of_pool = f"{choice.stage.value}: no worker of pool {', '.join(choice.pool_order)}"
     why = choice.reasons
-    if OTHER_MODEL in why or KV_TOO_SMALL in why:
+    if why & TOLD:
         return f"{of_pool} can take it: {', '.join(sorted(why))}"
     return f"{of_pool} is ready"
 

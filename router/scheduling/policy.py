@@ -18,9 +18,17 @@ from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.grid.grid import AnyAxis, Cell, Stage, StageGrid
 from slagate.pools.grid.json_text import shown
+from slagate.pools.inflight.pair_key import PairKey, all_fit
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
-from slagate.router.scheduling.score import RoutingRequest, ScoredPool, ScoredRow, score_pool
+from slagate.router.scheduling.pairs import Pairing, partners, with_worker
+from slagate.router.scheduling.score import (
+    RoutingRequest,
+    ScoredPool,
+    ScoredRow,
+    open_and_awaited,
+    score_pool,
+)
 
 NO_CONFIG = gw.GatewayConfig()
 
@@ -50,6 +58,7 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     starved: bool  # the winner goes first because it had no request for long
     draw: float  # in [0, 1), the one random number that was drawn: it chose between equals
     config: gw.GatewayConfig  # in force when the choice was made
+    pairing: Pairing | None = None  # None: the other stage left every row open
 
     @property
     def base_pool(self) -> str:
@@ -71,6 +80,14 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     def winner(self) -> ScoredRow | None:
         """The row that was chosen; None: no row may take the request."""
         return None if self.row is None else self.scored[-1].row_values(self.row)
+
+    @property
+    def pair_keys(self) -> tuple[PairKey, ...]:
+        """What the chosen worker says of its handoffs; without one, what any that was looked at says."""
+        if self.row is not None:
+            keys, ids = self.scored[-1].pool.rows.pairs
+            return (keys[ids.item(self.row)],)
+        return tuple(key for scored in self.scored for key in scored.pool.rows.pairs.keys)
 
     @property
     def reasons(self) -> set[str]:
@@ -147,12 +164,77 @@ def choose(
     rng: random.Random,
     config: gw.GatewayConfig = NO_CONFIG,
 ) -> Decision:
-    """Choose a worker for each stage from pool snapshots by name; `config` is recorded in each choice."""
-    choices = [
-        choose_stage(stage, ask, grid, pools, rng=rng, config=config)
-        for stage, grid in stages.items()
-    ]
-    return Decision(ask, tuple(choices))
+    """Choose a worker for each stage from pool snapshots by name; `config` is recorded in each choice.
+
+    The workers of prefill and decode fit each other, or there are none that do.
+    """
+    choices = tuple(
+        [
+            choose_stage(stage, ask, grid, pools, rng=rng, config=config)
+            for stage, grid in stages.items()
+        ]
+    )
+    if not _go_together(ask, choices):
+        choices = _as_pair(ask, choices, stages, pools)
+    return Decision(ask, choices)
+
+
+def _go_together(ask: RoutingRequest, choices: tuple[StageChoice, ...]) -> bool:
+    """Whether the workers that were chosen one by one can hand over to each other.
+
+    For a stage that has none: whether that has nothing to do with the workers of the other stage.
+    """
+    if ask.partner is None and len(choices) != 2:
+        return True
+    first, last = choices[0].pair_keys, choices[-1].pair_keys
+    if ask.partner is not None:
+        is_prefill = choices[0].stage is Stage.PREFILL
+        first, last = (first, (ask.partner,)) if is_prefill else ((ask.partner,), last)
+    return (len(first) == 1 and first == last) or all_fit(first, last)
+
+
+def _as_pair(
+    ask: RoutingRequest,
+    choices: tuple[StageChoice, ...],
+    stages: Mapping[Stage, StageGrid],
+    pools: Mapping[str, PoolSnapshot],
+) -> tuple[StageChoice, ...]:
+    """The choices again, with workers that fit each other; first with those that are known to."""
+    if ask.partner is not None:
+        (choice,) = choices
+        again = _choose_again(choice, stages, pools, with_worker(ask.partner, strict=True))
+        if again.row is None:
+            again = _choose_again(choice, stages, pools, with_worker(ask.partner, strict=False))
+        return (again,)
+    prefill, decode = choices
+    takers = partners(
+        open_and_awaited(Stage.DECODE, ask, pools[name]) for name in decode.pool_order
+    )
+    for strict in (True, False):
+        giver = _choose_again(prefill, stages, pools, Pairing(takers, strict))
+        if giver.row is not None:
+            (pair,) = giver.pair_keys
+            taker = _choose_again(decode, stages, pools, with_worker(pair, strict=strict))
+            return giver, taker
+    return giver, decode
+
+
+def _choose_again(
+    choice: StageChoice,
+    stages: Mapping[Stage, StageGrid],
+    pools: Mapping[str, PoolSnapshot],
+    pairing: Pairing,
+) -> StageChoice:
+    """The same choice, of the rows that a pairing leaves open."""
+    return _chosen(
+        choice.stage,
+        choice.ask,
+        stages[choice.stage],
+        pools,
+        draw=choice.draw,
+        config=choice.config,
+        pairing=pairing,
+    )
 
 
 def choose_stage(
@@ -163,8 +245,26 @@ def choose_stage(
     *,
     rng: random.Random,
     config: gw.GatewayConfig = NO_CONFIG,
+    pairing: Pairing | None = None,
 ) -> StageChoice:
-    """Choose a worker for one stage; draws exactly one number from `rng`."""
+    """Choose a worker for one stage; draws exactly one number from `rng`.
+
+    With `pairing` only rows that fit what the other stage has may be chosen.
+    """
+    # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
+    return _chosen(stage, ask, grid, pools, draw=rng.random(), config=config, pairing=pairing)
+
+
+def _chosen(
+    stage: Stage,
+    ask: RoutingRequest,
+    grid: StageGrid,
+    pools: Mapping[str, PoolSnapshot],
+    *,
+    draw: float,
+    config: gw.GatewayConfig,
+    pairing: Pairing | None,
+) -> StageChoice:
     sla, isl_tokens = ask.sla, ask.isl_tokens
     values = {
         "isl": isl_tokens,
@@ -173,12 +273,10 @@ def choose_stage(
         "itl_ms": sla.itl_ms,
     }
     cell, order = grid.place(values, sla.priority)
-    # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
-    draw = rng.random()
     scored: list[ScoredPool] = []
     row, starved = None, False
     for name in order:
-        looked_at = score_pool(stage, ask, pools[name])
+        looked_at = score_pool(stage, ask, pools[name], pairing)
         scored.append(looked_at)
         row, starved = looked_at.pick(draw)
         if row is not None:
@@ -195,6 +293,7 @@ def choose_stage(
         starved=starved,
         draw=draw,
         config=config,
+        pairing=pairing,
     )
 
 

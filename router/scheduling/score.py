@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.table import (
     LEFT,
     QUEUE_FULL,
@@ -36,18 +37,20 @@ from slagate.pools.inflight.table import (
     Flags,
     Floats,
     Ints,
+    Rows,
     RowView,
     State,
     Work,
 )
 from slagate.router.request.sla import Sla
+from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER, TAKERS_AT_LIMIT, Pairing
 
 STARVED_ROUNDS = 10
 
 AT_LIMIT = "at its limit"
 QUEUE_AT_LIMIT = "at its limit of queued prompt tokens"
 KV_AT_LIMIT = "at its limit of KV cache"
-LIMITS = frozenset({AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT, State.JOINING.value})
+LIMITS = frozenset({AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT, TAKERS_AT_LIMIT, State.JOINING.value})
 """Reasons that pass by themselves, so that it is worth waiting. A joining worker is known in a moment."""
 
 _FEW = 12
@@ -65,9 +68,13 @@ _REASONS = (
     AT_LIMIT,
     QUEUE_AT_LIMIT,
     KV_AT_LIMIT,
+    NO_TAKER,
+    TAKERS_AT_LIMIT,
+    CANNOT_TAKE_OVER,
 )
 _CODES = {reason: code for code, reason in enumerate(_REASONS)}
 _LEFT = _CODES[State.LEFT.value]
+_IS_LIMIT = np.array([reason in LIMITS for reason in _REASONS])
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
@@ -77,6 +84,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     isl_tokens: int
     sla: Sla
     excluded: frozenset[str] = frozenset()  # addresses of workers that failed this request already
+    partner: PairKey | None = None  # a retry of one stage: the worker of the other one, which stays
 
 
 class ScoredRow(msgspec.Struct, frozen=True, gc=False):
@@ -102,6 +110,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     work_s: Floats | None  # f64[n_rows], seconds to prefill the prompt; None for decode
     ttft_s: Floats | None  # f64[n_rows], predicted; None for decode
     itl_s: Floats | None  # f64[n_rows], predicted; None for prefill
+    pairing: Pairing | None = None  # None: any row goes with what the other stage has
 
     def __len__(self) -> int:
         return len(self.score_s) - self.pool.rows.counts.n_left
@@ -124,7 +133,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def _reasons(self) -> npt.NDArray[np.int8]:
-        return _reasons(self.stage, self.ask, self.pool)
+        return _reasons(self.stage, self.ask, self.pool, self.pairing)
 
     def candidates(self, rows: Iterable[int]) -> Iterator[ScoredRow]:
         """The rows with these indices as plain values, with the reasons why they may not be chosen."""
@@ -205,6 +214,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         counts = rows.counts
         is_plain = (
             serving is None
+            and self.pairing is None
             and not ask.excluded
             and counts.n_unavailable == 0
             and counts.least_capacity_tokens >= ask.isl_tokens
@@ -245,7 +255,9 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return has_left
 
 
-def score_pool(stage: Stage, ask: RoutingRequest, pool: PoolSnapshot) -> ScoredPool:
+def score_pool(
+    stage: Stage, ask: RoutingRequest, pool: PoolSnapshot, pairing: Pairing | None = None
+) -> ScoredPool:
     """Score every row of a pool for one stage of a request, in predicted seconds."""
     rows, estimator = pool.rows, pool.estimator
     score_s: Floats
@@ -258,7 +270,15 @@ def score_pool(stage: Stage, ask: RoutingRequest, pool: PoolSnapshot) -> ScoredP
         itl_s = estimator.itl_of_batches(batch, rows.mean_tokens(ask.isl_tokens))
         decode_s = itl_s * batch
         score_s = decode_s if ttft_s is None else ttft_s + decode_s
-    return ScoredPool(pool, stage, ask, score_s, work_s, ttft_s, itl_s)
+    return ScoredPool(pool, stage, ask, score_s, work_s, ttft_s, itl_s, pairing)
+
+
+def open_and_awaited(
+    stage: Stage, ask: RoutingRequest, pool: PoolSnapshot
+) -> tuple[Rows, Flags, Flags]:
+    """A pool's rows, those that may be chosen, and those worth waiting for, bool[n_rows] each."""
+    reasons = _reasons(stage, ask, pool)
+    return pool.rows, reasons == 0, _IS_LIMIT[reasons]
 
 
 def _work_s(ask: RoutingRequest, pool: PoolSnapshot) -> Floats:
@@ -276,7 +296,9 @@ def _work_s(ask: RoutingRequest, pool: PoolSnapshot) -> Floats:
     return work_s
 
 
-def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolSnapshot) -> npt.NDArray[np.int8]:
+def _reasons(
+    stage: Stage, ask: RoutingRequest, pool: PoolSnapshot, pairing: Pairing | None = None
+) -> npt.NDArray[np.int8]:
     """Why each row may not be chosen, as a place in `_REASONS`; the reason written last counts."""
     rows = pool.rows
     reasons = np.zeros(len(rows), dtype=np.int8)  # i8[n_rows], 0: it may be chosen
@@ -291,6 +313,9 @@ def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolSnapshot) -> npt.NDArr
     reasons[rows.ints("worker_inflight") >= rows.ints("max_inflight")] = _CODES[AT_LIMIT]
     # Waiting would be of no use: the prompt never fits.
     reasons[rows.ints("capacity_tokens") < ask.isl_tokens] = _CODES[KV_TOO_SMALL]
+    if pairing is not None:
+        for reason, flags in pairing.excluded(stage, rows):
+            reasons[flags] = _CODES[reason]
     serving = rows.serving(ask.model)
     if serving is not None:
         reasons[~serving] = _CODES[OTHER_MODEL]

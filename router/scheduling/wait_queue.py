@@ -106,9 +106,9 @@ class PendingAssignment:
 
     @property
     def line(self) -> Hashable:
-        """The key of its line in the queue: model, orders of pools by stage, excluded workers."""
+        """The key of its line in the queue: model, orders of pools by stage, what a retry is bound to."""
         orders = ((choice.stage, choice.pool_order) for choice in self.decision.stages)
-        return (self.ask.model, self.ask.excluded, *orders)
+        return (self.ask.model, self.ask.excluded, self.ask.partner, *orders)
 
 
 class _WaitLine:
@@ -128,6 +128,9 @@ class _WaitLine:
             for choice in decision.stages
             if reserved is None or choice.row is None or choice.pool in reserved
         ]
+        if any(choice.row is None and choice.pairing is not None for choice in choices):
+            # A worker of the other stage that gets free may make one of this stage open.
+            choices = list(decision.stages)
         self.pools = {pool for choice in choices for pool in choice.pool_order}
         self._only_joining = all(
             choice.row is None and choice.reasons & LIMITS == {State.JOINING.value}

@@ -8,10 +8,12 @@ import pytest
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.receipts import Recomputer, json_line, parse_line
+from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER, TAKERS_AT_LIMIT
 from support.gateway.receipts import RandomFleet
 from support.seeds import n_in
 
 N_RECEIPTS = n_in(gate=200, long=500)
+OF_PAIRS = {"pair", "pair that may fit", NO_TAKER, TAKERS_AT_LIMIT, CANNOT_TAKE_OVER}
 N_CHANGES = n_in(gate=24, long=60)
 
 
@@ -44,6 +46,8 @@ def kinds(choice: gw.StageChoice) -> set[str]:
         "device": any(c.device_tokens for c in open_),
         "host": any(c.host_tokens for c in open_),
         "foreign": any(c.foreign_requests for c in open_),
+        "pair": choice.HasField("pairing") and choice.worker != "",
+        "pair that may fit": choice.HasField("pairing") and not choice.pairing.strict,
     }
     return {name for name, is_so in found.items() if is_so} | {
         c.excluded for c in choice.candidates
@@ -65,7 +69,7 @@ def test_every_choice_comes_out_the_same_from_its_json(mode: str) -> None:
         *("override", "rank", "device", "host", "foreign"),
         *("not_ready", "refused", "failed this request", "does not serve the model"),
         *("at its limit", "at its limit of queued prompt tokens"),
-        *(["at its limit of KV cache"] if mode == "disagg" else []),
+        *(["at its limit of KV cache", *OF_PAIRS] if mode == "disagg" else []),
     }
     assert {kind for kind in wanted if seen[kind] < N_RECEIPTS / 100} == set(), seen
 
@@ -188,7 +192,14 @@ def forgiven_worker(choice: gw.StageChoice, _rng: random.Random) -> bool:
     return bool(ready)
 
 
+def no_partners(choice: gw.StageChoice, _rng: random.Random) -> bool:
+    """Nobody that the workers could hand over to, or take over from."""
+    del choice.pairing.partners[:]
+    return choice.HasField("pairing") and choice.worker != ""
+
+
 CHANGES = [
+    no_partners,
     another_winner,
     another_queue,
     another_batch,

@@ -29,7 +29,12 @@ def _pool(pool: Pool) -> dict[str, Any]:
         "counts": dict(pool.table.totals),
         "members": {address: _member(member) for address, member in pool.members.items()},
         "leaving": {address: _member(member) for address, member in pool._leaving.items()},
-        "rows": (list(table.names), list(table._row_models), list(table._free)),
+        "rows": (
+            list(table.names),
+            list(table._row_models),
+            list(table._row_pairs),
+            list(table._free),
+        ),
         "figures": (table._ints.tobytes(), table._floats.tobytes()),
     }
 

@@ -11,6 +11,7 @@ from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.table import RowView, State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK
@@ -18,12 +19,20 @@ from slagate.router.receipts.config import config_message
 from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import Sla
-from slagate.router.scheduling.policy import choose, choose_stage
+from slagate.router.scheduling.policy import choose
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.workers.runtime.cooperative import run_at_once
 from support.builders import MODEL, PROFILE, pool_view, view
 from support.fleet.files import agg_file, disagg_file
 from support.gateway.foreign_client import Answer
+
+KEYS = [
+    ANY_PAIR,
+    PairKey(transport="nixl", kv_dtype="fp8", block_tokens=32),
+    PairKey(transport="nixl", kv_dtype="auto", block_tokens=32, handoff_key="none"),
+    PairKey(transport="ucx", kv_dtype="fp8", block_tokens=64, handoff_key="0123456789abcdef"),
+]
+"""What workers say of their handoffs: some fit each other, some may, some do not."""
 
 ASK = [("slagate-receipt", "1")]
 """Request metadata that asks for one."""
@@ -59,16 +68,20 @@ class RandomFleet:
         """The full receipt of one request, some with workers that failed."""
         record = Record(0.0)
         record.request_id = f"r-{number}"
+        self._keys = rng.choice([[ANY_PAIR], KEYS])
         pools = {name: self._pool(name, rng) for name in self._fleet.pools}
         ask = RoutingRequest(MODEL, rng.choice([200, 1000, 5000]), _sla(rng))
         record.decision = choose(ask, self._fleet.grids, pools, rng=rng, config=self.config)
         for choice in record.decision.stages:
+            other = [each for each in record.decision.stages if each.stage is not choice.stage]
+            partner = other[0].pair_keys[0] if other and other[0].worker else None
             while choice.winner is not None and rng.random() < 0.3:
                 record.attempt(choice.stage, OK)
-                ask = replace(ask, excluded=ask.excluded | {choice.winner.view.address})
+                excluded = ask.excluded | {choice.winner.view.address}
+                ask = replace(ask, excluded=excluded, partner=partner)
                 pools = {name: self._pool(name, rng) for name in pools}
-                grid = self._fleet.grids[choice.stage]
-                choice = choose_stage(choice.stage, ask, grid, pools, rng=rng, config=self.config)
+                stages = {choice.stage: self._fleet.grids[choice.stage]}
+                (choice,) = choose(ask, stages, pools, rng=rng, config=self.config).stages
                 record.decision = record.decision.replace(choice)
         stamp = ReceiptNumber(number, 1.5, self.config.version)
         return run_at_once(record.full(Outcome.COMPLETED, 1.0, stamp))
@@ -77,11 +90,15 @@ class RandomFleet:
         decodes = self._fleet.pools[name].stage is Stage.DECODE
         views: list[RowView] = []
         for worker in range(rng.randint(1, 3)):
-            n_ranks = rng.choice([1, 1, 2])
+            n_ranks, pair = rng.choice([1, 1, 2]), rng.choice(self._keys)
             for rank in range(n_ranks):
                 views.append(
                     _row(
-                        rng, f"{name}-{worker}:1", rank if n_ranks > 1 else None, cached=not decodes
+                        rng,
+                        f"{name}-{worker}:1",
+                        rank if n_ranks > 1 else None,
+                        cached=not decodes,
+                        pair=pair,
                     )
                 )
         rng.shuffle(views)
@@ -93,11 +110,14 @@ class RandomFleet:
         return replace(of, estimator=estimator)
 
 
-def _row(rng: random.Random, address: str, rank: int | None, *, cached: bool) -> RowView:
+def _row(
+    rng: random.Random, address: str, rank: int | None, *, cached: bool, pair: PairKey
+) -> RowView:
     """Values from small sets, so that equals are frequent."""
     inflight = rng.choice([0, 0, 0, 1, 4])
     figures: dict[str, Any] = {
         "rank": rank,
+        "pair": pair,
         "suspect": rng.random() < 0.15,
         "worker_inflight": inflight + rng.choice([0, 0, 2]),
         "queued_tokens": inflight * 100,

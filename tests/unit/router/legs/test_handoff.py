@@ -156,6 +156,9 @@ def test_the_guard_lets_every_known_layout_pass() -> None:
     for good in (session(), session(backend=""), by_endpoint, by_attribute):
         check_handoff(good, member(stage=Stage.DECODE))
     check_handoff(session(backend="ucx"), member(stage=Stage.DECODE, backend=""))
+    # Which back-end that is the engine decides.
+    check_handoff(session(backend="DEFAULT"), member(stage=Stage.DECODE))
+    check_handoff(session(backend="NIXL"), member(stage=Stage.DECODE, backend="DEFAULT"))
 
 
 @pytest.mark.parametrize(

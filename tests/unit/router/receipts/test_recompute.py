@@ -195,6 +195,14 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         lambda v: candidate(v).update(row=stage(v)["candidates"][0]["row"]),
         STAGE + r"\.candidates\[1\]\.row: ",
     ),
+    "pair out of range": (
+        lambda v: candidate(v).update(pair=9),
+        STAGE + r"\.candidates\[1\]\.pair: there is no key 9",
+    ),
+    "partner out of range": (
+        lambda v: stage(v).update(pairing={"partners": [{"key": 3}]}),
+        STAGE + r"\.pairing\.partners\[0\]\.key: there is no key 3",
+    ),
     "row out of range": (
         lambda v: candidate(v).update(row=2**31),
         STAGE + r"\.candidates\[1\]\.row: 2147483648 is not",

@@ -1,4 +1,5 @@
 import logging
+from typing import Any
 
 import grpc
 import numpy as np
@@ -10,9 +11,11 @@ from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import State
 from slagate.pools.prefix.overlap import PoolCaches, Prompt
+from slagate.proto import openengine_pb2 as oe
 from slagate.router.request.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER, TAKERS_AT_LIMIT
 from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import ScoredRow
 from slagate.router.scheduling.wait_queue import Assignment
@@ -293,3 +296,62 @@ def test_only_ready_workers_hold_leases() -> None:
     for _ in range(20):
         assign(d)
     assert member.ranks.inflight == 0
+
+
+def said(transport: str, **limits: Any) -> oe.ServerInfo:
+    """What a worker that uses this transport says of itself."""
+    return oe.ServerInfo(kv_connector=oe.KvConnectorInfo(transfer_backend=transport), **limits)
+
+
+def of_transports(**transports: str) -> Fleet:
+    """The fleet of `fleet`, of which these workers use these transports: `p1="NIXL"`."""
+    of = fleet()
+    for member in of.members():
+        member.set_server_info(said(transports.get(member.address.partition(":")[0], "NIXL")))
+    return of
+
+
+def test_a_pair_of_workers_is_chosen_that_can_hand_over() -> None:
+    d = dispatcher(of_transports(p2="UCX", d1="UCX"))
+    pairs = {tuple(m.address for m in assign(d).members) for _ in range(20)}
+    assert pairs == {("p1:1", "d2:1"), ("p2:1", "d1:1")}
+
+
+def test_prefill_waits_while_the_decode_workers_that_it_can_hand_over_to_are_at_their_limits() -> (
+    None
+):
+    of = fleet(pools={"decode": {"max_inflight": 1}})
+    for member in of.members():
+        member.set_server_info(said("UCX" if member.address == "d1:1" else "NIXL"))
+    d = dispatcher(of)
+    held = assign(d)
+    assert [m.address for m in held.members][1] == "d2:1"
+    with d.submit(ask()) as ticket:
+        assert ticket.outcome is None
+        assert ticket.decision.stages[0].reasons == {TAKERS_AT_LIMIT}
+        held.release()
+        assert isinstance(ticket.outcome, Assignment)
+        ticket.outcome.release()
+    assert inflight(of) == {}
+
+
+def test_a_fleet_without_any_pair_is_refused_with_the_reason() -> None:
+    d = dispatcher(of_transports(d1="UCX", d2="UCX"))
+    with pytest.raises(
+        NoWorker, match=r"prefill: no worker .* no decode worker that it can hand over"
+    ):
+        assign(d)
+
+
+def test_a_retry_stays_with_workers_that_fit_the_one_that_it_keeps() -> None:
+    d = dispatcher(of_transports(p2="UCX", d1="UCX"))
+    prefill, decode = ((d.fleet.pools[name].members) for name in ("prefill", "decode"))
+    for kept, stage in ((decode["d1:1"], Stage.PREFILL), (prefill["p1:1"], Stage.DECODE)):
+        asked = ask(partner=kept.pair)
+        for _ in range(5):
+            (found,) = take_now(d, asked, stages=(stage,)).members
+            assert found.pair == kept.pair
+        asked = ask(partner=kept.pair, excluded=frozenset({found.address}))
+        why = NO_TAKER if stage is Stage.PREFILL else CANNOT_TAKE_OVER
+        with pytest.raises(NoWorker, match=why):
+            take_now(d, asked, stages=(stage,))
