@@ -887,6 +887,10 @@ class ListPoolsResponse(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     CONFIG_VERSION_FIELD_NUMBER: builtins.int
     CONFIG_AGE_S_FIELD_NUMBER: builtins.int
+    ADMISSION_FIELD_NUMBER: builtins.int
+    FILE_ADMISSION_FIELD_NUMBER: builtins.int
+    SPILL_FIELD_NUMBER: builtins.int
+    BYPASS_FIELD_NUMBER: builtins.int
     max_attempts: builtins.int
     """workers that one stage of a request may try"""
     waiting_requests: builtins.int
@@ -897,6 +901,14 @@ class ListPoolsResponse(google.protobuf.message.Message):
     """GatewayConfig.version that is in force"""
     config_age_s: builtins.float
     """since it is"""
+    admission: builtins.str
+    """the mode in force: off, shadow or on"""
+    file_admission: builtins.str
+    """the fleet file's, which a reload sets again"""
+    spill: builtins.str
+    """the fleet file's: none, listed or any"""
+    bypass: builtins.str
+    """the fleet file's: off or auto"""
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @property
@@ -913,8 +925,12 @@ class ListPoolsResponse(google.protobuf.message.Message):
         policy: builtins.str = ...,
         config_version: builtins.str = ...,
         config_age_s: builtins.float = ...,
+        admission: builtins.str = ...,
+        file_admission: builtins.str = ...,
+        spill: builtins.str = ...,
+        bypass: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["config_age_s", b"config_age_s", "config_version", b"config_version", "max_attempts", b"max_attempts", "policy", b"policy", "pools", b"pools", "waiting_requests", b"waiting_requests", "warnings", b"warnings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admission", b"admission", "bypass", b"bypass", "config_age_s", b"config_age_s", "config_version", b"config_version", "file_admission", b"file_admission", "max_attempts", b"max_attempts", "policy", b"policy", "pools", b"pools", "spill", b"spill", "waiting_requests", b"waiting_requests", "warnings", b"warnings"]) -> None: ...
 
 Global___ListPoolsResponse: typing_extensions.TypeAlias = ListPoolsResponse
 
@@ -1208,10 +1224,12 @@ class ReloadResponse(google.protobuf.message.Message):
     proposed_version: builtins.str
     """of what was read; empty where it has problems"""
     applied: builtins.bool
-    """false: nothing changed, as it was a dry run, the same, or has problems"""
+    """false: still the same configuration, as it was a dry run, the same, or"""
     @property
     def changes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """from what is in force to what was read, a line each"""
+        """has problems
+        from what is in force to what was read, a line each
+        """
 
     @property
     def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
@@ -1233,3 +1251,39 @@ class ReloadResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["applied", b"applied", "changes", b"changes", "previous_version", b"previous_version", "problems", b"problems", "proposed_version", b"proposed_version", "version", b"version", "warnings", b"warnings"]) -> None: ...
 
 Global___ReloadResponse: typing_extensions.TypeAlias = ReloadResponse
+
+@typing.final
+class SetAdmissionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: builtins.int
+    mode: builtins.str
+    """off, shadow or on"""
+    def __init__(
+        self,
+        *,
+        mode: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mode", b"mode"]) -> None: ...
+
+Global___SetAdmissionRequest: typing_extensions.TypeAlias = SetAdmissionRequest
+
+@typing.final
+class SetAdmissionResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: builtins.int
+    PREVIOUS_MODE_FIELD_NUMBER: builtins.int
+    mode: builtins.str
+    """in force after the call"""
+    previous_mode: builtins.str
+    """in force before it"""
+    def __init__(
+        self,
+        *,
+        mode: builtins.str = ...,
+        previous_mode: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mode", b"mode", "previous_mode", b"previous_mode"]) -> None: ...
+
+Global___SetAdmissionResponse: typing_extensions.TypeAlias = SetAdmissionResponse

@@ -64,6 +64,11 @@ class GatewayStub(object):
                 request_serializer=slagate_dot_proto_dot_gateway__pb2.ReloadRequest.SerializeToString,
                 response_deserializer=slagate_dot_proto_dot_gateway__pb2.ReloadResponse.FromString,
                 _registered_method=True)
+        self.SetAdmission = channel.unary_unary(
+                '/slagate.v1.Gateway/SetAdmission',
+                request_serializer=slagate_dot_proto_dot_gateway__pb2.SetAdmissionRequest.SerializeToString,
+                response_deserializer=slagate_dot_proto_dot_gateway__pb2.SetAdmissionResponse.FromString,
+                _registered_method=True)
 
 
 class GatewayServicer(object):
@@ -113,6 +118,13 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetAdmission(self, request, context):
+        """Another admission mode, in force until the next reload, which sets that of the fleet file again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Reload,
                     request_deserializer=slagate_dot_proto_dot_gateway__pb2.ReloadRequest.FromString,
                     response_serializer=slagate_dot_proto_dot_gateway__pb2.ReloadResponse.SerializeToString,
+            ),
+            'SetAdmission': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAdmission,
+                    request_deserializer=slagate_dot_proto_dot_gateway__pb2.SetAdmissionRequest.FromString,
+                    response_serializer=slagate_dot_proto_dot_gateway__pb2.SetAdmissionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +326,33 @@ class Gateway(object):
             '/slagate.v1.Gateway/Reload',
             slagate_dot_proto_dot_gateway__pb2.ReloadRequest.SerializeToString,
             slagate_dot_proto_dot_gateway__pb2.ReloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAdmission(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slagate.v1.Gateway/SetAdmission',
+            slagate_dot_proto_dot_gateway__pb2.SetAdmissionRequest.SerializeToString,
+            slagate_dot_proto_dot_gateway__pb2.SetAdmissionResponse.FromString,
             options,
             channel_credentials,
             insecure,

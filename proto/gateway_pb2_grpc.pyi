@@ -125,7 +125,23 @@ _GatewayReloadType = typing_extensions.TypeVar(
     ],
 )
 
-class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _GatewayListWorkersType, _GatewayListCellsType, _GatewayWatchReceiptsType, _GatewayReloadType]):
+_GatewaySetAdmissionType = typing_extensions.TypeVar(
+    '_GatewaySetAdmissionType',
+    grpc.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.SetAdmissionRequest,
+        slagate.proto.gateway_pb2.SetAdmissionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.SetAdmissionRequest,
+        slagate.proto.gateway_pb2.SetAdmissionResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.SetAdmissionRequest,
+        slagate.proto.gateway_pb2.SetAdmissionResponse,
+    ],
+)
+
+class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _GatewayListWorkersType, _GatewayListCellsType, _GatewayWatchReceiptsType, _GatewayReloadType, _GatewaySetAdmissionType]):
     @typing.overload
     def __init__(self: GatewayStub[
         grpc.UnaryUnaryMultiCallable[
@@ -151,6 +167,10 @@ class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _Ga
         grpc.UnaryUnaryMultiCallable[
             slagate.proto.gateway_pb2.ReloadRequest,
             slagate.proto.gateway_pb2.ReloadResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            slagate.proto.gateway_pb2.SetAdmissionRequest,
+            slagate.proto.gateway_pb2.SetAdmissionResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -180,6 +200,10 @@ class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _Ga
             slagate.proto.gateway_pb2.ReloadRequest,
             slagate.proto.gateway_pb2.ReloadResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            slagate.proto.gateway_pb2.SetAdmissionRequest,
+            slagate.proto.gateway_pb2.SetAdmissionResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Explain: _GatewayExplainType
@@ -203,6 +227,9 @@ class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _Ga
 
     Reload: _GatewayReloadType
     """Another configuration, put in force in one step. A file with problems changes nothing."""
+
+    SetAdmission: _GatewaySetAdmissionType
+    """Another admission mode, in force until the next reload, which sets that of the fleet file again."""
 
 GatewayAsyncStub: typing_extensions.TypeAlias = GatewayStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -228,6 +255,10 @@ GatewayAsyncStub: typing_extensions.TypeAlias = GatewayStub[
     grpc.aio.UnaryUnaryMultiCallable[
         slagate.proto.gateway_pb2.ReloadRequest,
         slagate.proto.gateway_pb2.ReloadResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.SetAdmissionRequest,
+        slagate.proto.gateway_pb2.SetAdmissionResponse,
     ],
 ]
 
@@ -283,5 +314,13 @@ class GatewayServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[slagate.proto.gateway_pb2.ReloadResponse, collections.abc.Awaitable[slagate.proto.gateway_pb2.ReloadResponse]]:
         """Another configuration, put in force in one step. A file with problems changes nothing."""
+
+    @abc.abstractmethod
+    def SetAdmission(
+        self,
+        request: slagate.proto.gateway_pb2.SetAdmissionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[slagate.proto.gateway_pb2.SetAdmissionResponse, collections.abc.Awaitable[slagate.proto.gateway_pb2.SetAdmissionResponse]]:
+        """Another admission mode, in force until the next reload, which sets that of the fleet file again."""
 
 def add_GatewayServicer_to_server(servicer: GatewayServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -35,7 +35,7 @@ from slagate.router.reload.reload import (
     FleetSource,
     Proposal,
     Reloader,
-    put_in_force_here,
+    reloader_here,
     reloading,
 )
 from slagate.router.request.errors import Draining
@@ -113,8 +113,7 @@ async def build(
     metrics = Metrics()
     metrics.watch(dispatcher)
     receipts = ReceiptRing(in_force.message, unix_s=unix_s, number=peers.receipt_number)
-    in_process = put_in_force_here(dispatcher, receipts)
-    reloader = Reloader(in_force, put_in_force=in_process, metrics=metrics, now_s=now_s)
+    reloader = reloader_here(in_force, dispatcher, receipts, metrics=metrics, now_s=now_s)
     watching = watch_fleet(
         fleet,
         connect=connect,
@@ -175,9 +174,8 @@ async def serve(
                 )
             )
         else:
-            app.instance_id = place.instance_id
             listeners = listeners.on_port(place.port)
-            _answer_parent(operators, app, place)
+            _take_place(operators, app, place)
         with given_by("--listen"):
             bound = listen_on(listeners.listen, shared=place is not None)
         listeners = listeners.on_port(stack.enter_context(closing(bound)).getsockname()[1])
@@ -224,9 +222,12 @@ def _operators_server(app: App, settings: Settings, source: FleetSource) -> grpc
     return server
 
 
-def _answer_parent(server: grpc.aio.Server, app: App, place: ProcessSlot) -> None:
-    """Serve operators' calls, and those of the parent and the other processes, on this process's socket."""
+def _take_place(server: grpc.aio.Server, app: App, place: ProcessSlot) -> None:
+    """Have what all processes share, and answer operators, the parent and the others on a socket."""
     gateway = app.gateway
+    app.instance_id = place.instance_id
+    if place.admission is not None:
+        gateway.dispatcher.set_admission(place.admission)
     service = ChildService(app.reloader, gateway.live, gateway.metrics, not_ready=app.not_ready)
     ps_grpc.add_ProcessServicer_to_server(service, server)
     server.add_insecure_port(f"unix:{place.path('admin')}")

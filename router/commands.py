@@ -17,6 +17,7 @@ COMMANDS = {
     "receipts": "slagate.router.cli.receipts",
     "recompute": "slagate.router.cli.receipts",
     "reload": "slagate.router.cli.client",
+    "admission": "slagate.router.cli.client",
     "generate": "slagate.router.cli.client",
     "explain": "slagate.router.cli.client",
     "pools": "slagate.router.cli.client",

@@ -1,4 +1,4 @@
-"""The commands that ask a running gateway: `generate`, `explain`, `pools` and `reload`."""
+"""The commands that ask a running gateway: `generate`, `explain`, `pools`, `reload` and `admission`."""
 
 import json
 import sys
@@ -11,14 +11,16 @@ import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from slagate.pools.fleet_file.models import ADMISSION_MODES
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.proto.rpc.status import Status
-from slagate.router.cli.client_tables import print_decision, print_pools
+from slagate.router.cli.client_tables import in_force, print_decision, print_pools
 from slagate.router.cli.command import (
     EXIT_USAGE,
     Admin,
+    check_choice,
     ending_on_usage_error,
     fail,
     finite,
@@ -211,6 +213,35 @@ def reload(
     run_to_exit(lambda: _reload(target, request, tls=tls, as_json=as_json))
 
 
+def admission(
+    mode: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[off|shadow|on]",
+            help="What to put in force, until the next reload. Default: only show what is in force.",
+        ),
+    ] = None,
+    *,
+    target: Admin,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
+) -> None:
+    """Show or switch whether a gateway refuses requests that it predicts to miss their targets.
+
+    off: never. shadow: it only counts them. on: by the policy of their class.
+    """
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
+    if mode is None:
+        run_to_exit(lambda: _show_admission(target, tls=tls, as_json=as_json))
+    check_choice("MODE", mode, ADMISSION_MODES)
+    request = gw.SetAdmissionRequest(mode=mode)
+    run_to_exit(lambda: _set_admission(target, request, tls=tls, as_json=as_json))
+
+
 async def _generate(
     target: str,
     options: RequestOptions,
@@ -304,6 +335,32 @@ async def _reload(
     return EXIT_USAGE if answer.problems else 0
 
 
+async def _show_admission(target: str, *, tls: TlsFiles | None, as_json: bool) -> int:
+    """Print the admission mode in force; the exit status."""
+    async with admin_at(target, tls) as gateway:
+        found = await gateway.ListPools(gw.ListPoolsRequest(), timeout=10)
+    if as_json:
+        _write_json({"mode": found.admission, "file_mode": found.file_admission})
+    else:
+        print(in_force(found.admission, found.file_admission))
+    return 0
+
+
+async def _set_admission(
+    target: str, request: gw.SetAdmissionRequest, *, tls: TlsFiles | None, as_json: bool
+) -> int:
+    """Put an admission mode in force, and print the one before; the exit status."""
+    async with admin_at(target, tls) as gateway:
+        answer = await gateway.SetAdmission(request, timeout=RELOAD_TIMEOUT_S)
+    if as_json:
+        _print_json(answer)
+    elif answer.mode == answer.previous_mode:
+        print(f"{answer.mode} is in force already")
+    else:
+        print(f"went from {answer.previous_mode} to {answer.mode}")
+    return 0
+
+
 def _show_reload(answer: gw.ReloadResponse, *, dry_run: bool) -> None:
     for warning in answer.warnings:
         sys.stderr.write(f"slagate: warning: {warning}\n")
@@ -315,7 +372,10 @@ def _show_reload(answer: gw.ReloadResponse, *, dry_run: bool) -> None:
             sys.stderr.write(f"  {problem.path}: {problem.reason}\n")
         return
     if answer.proposed_version == answer.previous_version:
-        print(f"{answer.version} is in force already, nothing changes")
+        nothing = "" if answer.changes else ", nothing changes"
+        print(f"{answer.version} is in force already{nothing}")
+        for line in answer.changes:
+            print(f"  {line}")
         return
     would = "would go" if dry_run else "went"
     print(f"{would} from {answer.previous_version} to {answer.proposed_version}")

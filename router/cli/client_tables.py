@@ -86,14 +86,21 @@ def _candidate_cells(
 
 
 def print_pools(pools: gw.ListPoolsResponse, workers: gw.ListWorkersResponse) -> None:
-    """Print a table of pools, one of workers, the version of the configuration, and the warnings."""
+    """Print a table of pools, one of workers, the configuration's version and modes, and its warnings."""
     console = stdout_console()
     print_table(console, _pools_table(pools))
     print_table(console, _workers_table(workers))
     age_s = round(pools.config_age_s)
     console.print(f"configuration {pools.config_version}, in force for {age_s:,} s", soft_wrap=True)
+    mode = in_force(pools.admission, pools.file_admission)
+    console.print(f"admission {mode}, spill {pools.spill}, bypass {pools.bypass}", soft_wrap=True)
     for warning in pools.warnings:
         console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def in_force(mode: str, of_file: str) -> str:
+    """A mode that is in force, with that of the fleet file where it is another one."""
+    return mode if mode == of_file else f"{mode} (the fleet file says {of_file})"
 
 
 def _pools_table(pools: gw.ListPoolsResponse) -> Table:

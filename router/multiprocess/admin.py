@@ -13,6 +13,7 @@ import anyio
 import grpc
 import grpc.aio
 
+from slagate.pools.fleet_file.models import AdmissionMode
 from slagate.pools.inflight.shared_counts import PoolCell, SharedCounts
 from slagate.pools.inflight.table import State
 from slagate.proto import gateway_pb2 as gw
@@ -163,6 +164,10 @@ class MultiprocessAdminService(ReloadService):
         self._counts = counts
         self._now_s = now_s
 
+    async def _set_admission(self, mode: AdmissionMode) -> AdmissionMode:
+        previous = await self._supervisor.set_admission(mode)
+        return previous or self._reloader.scheduling.admission
+
     async def Explain(self, request: Any, context: Any) -> gw.Decision:
         """The decision of one process, which knows the leases of all, and has its own prefix index."""
         metadata = [
@@ -198,6 +203,10 @@ class MultiprocessAdminService(ReloadService):
             max_attempts=answers[0].max_attempts,
             waiting_requests=sum(answer.waiting_requests for answer in answers),
             policy=answers[0].policy,
+            admission=answers[0].admission,
+            file_admission=answers[0].file_admission,
+            spill=answers[0].spill,
+            bypass=answers[0].bypass,
             config_version=self._reloader.version,
             config_age_s=self._now_s() - self._reloader.since_s,
         )

@@ -20,6 +20,7 @@ from anyio.to_thread import run_sync
 from prometheus_client.exposition import generate_latest
 
 from slagate.pools.fleet_file.load import FleetConfig
+from slagate.pools.fleet_file.models import AdmissionMode
 from slagate.pools.grid.errors import ConfigError
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import process_pb2 as ps
@@ -47,6 +48,7 @@ class ProcessSlot(msgspec.Struct, frozen=True):
     folder: str  # of all its processes: sockets, counts, the configuration
     instance_id: str  # of the gateway
     port: int  # of the clients' listener
+    admission: AdmissionMode | None = None  # in force when it starts; None: the configuration's
 
     def path(self, name: str, *, number: int | None = None) -> Path:
         """The path of a file or socket of one process, by default this one, in the gateway's folder."""

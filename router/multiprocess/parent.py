@@ -65,13 +65,7 @@ async def serve_as_parent(
             place, counts, arguments=arguments, stop_limit_s=stop_limit_s, now_s=monotonic_s
         )
         metrics = Metrics()
-
-        async def agree(found: Proposal) -> None:
-            await supervisor.put_in_force(found.message)
-
-        reloader = Reloader(
-            in_force, put_in_force=lambda _: None, agree=agree, metrics=metrics, now_s=monotonic_s
-        )
+        reloader = _reloader(in_force, supervisor, metrics)
         operators = grpc.aio.server(options=SERVER_OPTIONS)
         service = MultiprocessAdminService(
             supervisor, counts, reloader=reloader, source=source, now_s=monotonic_s
@@ -100,6 +94,22 @@ async def serve_as_parent(
                 status = await _run_until_stopped(supervisor, bound)
             await operators.stop(RECEIPTS_S)
     return status
+
+
+def _reloader(in_force: Proposal, supervisor: Supervisor, metrics: Metrics) -> Reloader:
+    """The owner of the configuration in force in all processes."""
+
+    async def agree(found: Proposal) -> None:
+        await supervisor.put_in_force(found.message)
+
+    return Reloader(
+        in_force,
+        put_in_force=lambda _: None,
+        agree=agree,
+        admission=lambda: supervisor.admission,
+        metrics=metrics,
+        now_s=monotonic_s,
+    )
 
 
 @contextmanager

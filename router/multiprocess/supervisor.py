@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 from msgspec.structs import replace
 
+from slagate.pools.fleet_file.models import AdmissionMode
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.inflight.shared_counts import GATEWAY, GatewayCell, SharedCounts
 from slagate.proto import gateway_pb2 as gw
@@ -87,6 +88,7 @@ class Supervisor:
         self.running: dict[int, GatewayChild] = {}
         self.n_restarts = 0
         self.n_lost = 0  # requests that were running in processes when these ended
+        self.admission: AdmissionMode | None = None  # that was set; None: the configuration's
         self.stopping = anyio.Event()
         self._places = [replace(place, number=number) for number in range(place.n_processes)]
         self._counts = counts
@@ -167,12 +169,7 @@ class Supervisor:
 
             async def put(child: GatewayChild) -> None:
                 request = ps.PutInForceRequest(version=message.version)
-                try:
-                    await child.control.PutInForce(request, timeout=PUT_LIMIT_S)
-                except grpc.aio.AioRpcError as error:
-                    about = {"process_number": child.number, "code": error.code().name}
-                    log.error("process.does_not_reload", extra=about)
-                    child.process.send_signal(signal.SIGKILL)
+                await _told(child, child.control.PutInForce(request, timeout=PUT_LIMIT_S))
 
             children = list(self.running.values())
             await _each(prepare, children)
@@ -180,7 +177,23 @@ class Supervisor:
                 raise ConfigError("config", problems)
             # From here on it is in force: a process that starts reads it.
             write_config(self._places[0], message)
+            self.admission = None
             await _each(put, children)
+
+    async def set_admission(self, mode: AdmissionMode) -> AdmissionMode | None:
+        """Put an admission mode in force in all processes, those that start later included.
+
+        Returns the one that was set before; None: it was the configuration's.
+        """
+        async with self._one_at_a_time:
+            before, self.admission = self.admission, mode
+            request = gw.SetAdmissionRequest(mode=mode)
+
+            async def put(child: GatewayChild) -> None:
+                await _told(child, child.gateway.SetAdmission(request, timeout=PUT_LIMIT_S))
+
+            await _each(put, list(self.running.values()))
+        return before
 
     async def _start(self, place: ProcessSlot) -> None:
         """Start a process; afterwards it is ready, or has ended."""
@@ -188,7 +201,7 @@ class Supervisor:
             f"process {place.number}",
             self._arguments,
             stdin=subprocess.PIPE,
-            environment=os.environ | place.in_environment(),
+            environment=os.environ | replace(place, admission=self.admission).in_environment(),
         )
         self._processes[place.number] = process
         is_ready = False
@@ -269,6 +282,16 @@ def write_config(place: ProcessSlot, message: gw.GatewayConfig) -> None:
     beside = place.config.with_suffix(".new")
     beside.write_bytes(message.SerializeToString())
     beside.rename(place.config)
+
+
+async def _told(child: GatewayChild, call: Awaitable[object]) -> None:
+    """Await a call that changes what is in force; a process that does not answer it well is killed."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        about = {"process_number": child.number, "code": error.code().name}
+        log.error("process.does_not_reload", extra=about)
+        child.process.send_signal(signal.SIGKILL)
 
 
 async def _each(do: Callable[[GatewayChild], Any], children: Sequence[GatewayChild]) -> None:

@@ -79,7 +79,8 @@ class ReceiptRing:
     def put_in_force(self, config: gw.GatewayConfig) -> None:
         """Set the configuration that requests are decided under from now on."""
         self.config = config
-        self.attainment.restart(config.version)
+        if config.version != self.attainment.version:
+            self.attainment.restart(config.version)
 
     def add_receipt(self, record: Record, outcome: Outcome, now_s: float) -> ReceiptNumber:
         """Keep the record of an ended request, which must not change any more; returns its number."""

@@ -22,6 +22,7 @@ import anyio.to_thread
 from slagate.pools.fleet.config_diff import changes
 from slagate.pools.fleet.fleet import Prepared, prepare
 from slagate.pools.fleet_file.load import FleetConfig, load_config
+from slagate.pools.fleet_file.models import AdmissionMode, Scheduling
 from slagate.pools.grid.errors import ConfigError
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.metrics import Metrics
@@ -128,15 +129,20 @@ class Reloader:
         *,
         put_in_force: Callable[[Proposal], None],
         agree: Callable[[Proposal], Awaitable[None]] | None = None,
+        admission: Callable[[], AdmissionMode | None] = lambda: None,
         metrics: Metrics,
         now_s: Callable[[], float],
     ) -> None:
-        """`put_in_force` must not wait; `agree` is awaited before, and raises `ConfigError` to refuse."""
+        """`put_in_force` must not wait; `agree` is awaited before, and raises `ConfigError` to refuse.
+
+        `admission` is the mode in force, which may be other than the configuration's (None: it is not).
+        """
         self._now_s = now_s
         self._current = in_force
         self._before: list[Proposal] = []
         self._put_in_force = put_in_force
         self._agree = agree
+        self._admission = admission
         self._metrics = metrics
         self._one_at_a_time = anyio.Lock()
         self.since_s = now_s()
@@ -145,6 +151,11 @@ class Reloader:
     def version(self) -> str:
         """The version of the configuration in force."""
         return self._current.message.version
+
+    @property
+    def scheduling(self) -> Scheduling:
+        """`scheduling` of the configuration in force."""
+        return self._current.prepared.config.scheduling
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -184,7 +195,10 @@ class Reloader:
         return self._compared(Proposal.of(read(), policy=self._current.message.policy))
 
     def put(self, found: Proposal, *, dry_run: bool = False) -> Reloaded:
-        """Put a proposal in force, unless it is already; with `dry_run` only report what would change."""
+        """Put a proposal in force, unless it is already; with `dry_run` only report what would change.
+
+        What is in force already, but for an admission mode that was set since, is put in force again.
+        """
         old = self._current
         result = Reloaded(
             version=old.message.version if dry_run else found.message.version,
@@ -193,9 +207,11 @@ class Reloader:
             changes=found.changes,
             warnings=found.prepared.config.warnings,
         )
-        if not result.applied:
+        if dry_run or not (result.applied or self._is_switched):
             return result
         self._put_in_force(found)
+        if not result.applied:
+            return result
         self._current = found
         self._before = [*self._before, old][-MAX_HISTORY:]
         self.since_s = self._now_s()
@@ -204,18 +220,46 @@ class Reloader:
         log.info("config.reloaded", extra=about | {"changes": list(result.changes)})
         return result
 
+    @property
+    def _is_switched(self) -> bool:
+        """Whether the admission mode in force is not that of the configuration."""
+        return self._admission() not in (None, self.scheduling.admission)
+
     async def _agreed(self, found: Proposal, *, dry_run: bool) -> None:
-        if self._agree is not None and not dry_run and found.message.version != self.version:
+        is_other = found.message.version != self.version
+        if self._agree is not None and not dry_run and (is_other or self._is_switched):
             await self._agree(found)
 
     def _compared(self, found: Proposal) -> Proposal:
         """Add the changes. Not for the event loop: a grid may have a million cells to compare."""
-        return found._replace(changes=tuple(changes(self._current.prepared, found.prepared)))
+        lines = list(changes(self._current.prepared, found.prepared))
+        mode, next_mode = self._admission(), found.prepared.config.scheduling.admission
+        if self._is_switched and mode != next_mode:
+            lines.append(f"admission in force {mode} -> {next_mode}")
+        return found._replace(changes=tuple(lines))
 
     def _refused(self, error: ConfigError) -> None:
         self._metrics.reloads["refused"].inc()
         about = {"source": error.source, "problems": [str(each) for each in error.problems]}
         log.error("config.refused", extra=about)
+
+
+def reloader_here(
+    in_force: Proposal,
+    dispatcher: Dispatcher,
+    receipts: ReceiptRing,
+    *,
+    metrics: Metrics,
+    now_s: Callable[[], float],
+) -> Reloader:
+    """The reloader of a gateway of one process, or of one process of several."""
+    return Reloader(
+        in_force,
+        put_in_force=put_in_force_here(dispatcher, receipts),
+        admission=lambda: dispatcher.admission,
+        metrics=metrics,
+        now_s=now_s,
+    )
 
 
 @asynccontextmanager

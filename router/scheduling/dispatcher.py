@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from slagate.pools.fleet.fleet import Fleet, Prepared
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
-from slagate.pools.fleet_file.models import ANY_CLASS
+from slagate.pools.fleet_file.models import ANY_CLASS, AdmissionMode
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.table import State
 from slagate.pools.prefix.overlap import Prompt
@@ -64,6 +64,7 @@ class Dispatcher:
         self._peers = peers or PeerGateways()
         self._peers.on_change = self.step
         self._noted: set[str] = set()
+        self._admission: AdmissionMode = fleet.scheduling.admission
         elsewhere = self._waited_for_elsewhere if self._peers.n_peers else None
         self._queue = WaitQueue(now_s=now_s, elsewhere=elsewhere)
         fleet.on_join(self._joined)
@@ -94,6 +95,17 @@ class Dispatcher:
     def n_waiting(self) -> int:
         """Requests of this gateway, peers not included, that wait for a worker below its limits."""
         return self._queue.n_waiting
+
+    @property
+    def admission(self) -> AdmissionMode:
+        """The admission mode in force: the configuration's, or what was set since it is in force."""
+        return self._admission
+
+    def set_admission(self, mode: AdmissionMode) -> None:
+        """Put another admission mode in force, until the next configuration."""
+        if mode != self._admission:
+            log.info("admission.changed", extra={"from": self._admission, "to": mode})
+            self._admission = mode
 
     def explain(self, ask: RoutingRequest, prompt: Prompt | None = None) -> Decision:
         """The decision that `submit` would make now; no lease is taken. Raises like `submit`."""
@@ -145,6 +157,7 @@ class Dispatcher:
         try:
             self.fleet.apply(prepared)
             self._config = config
+            self.set_admission(self.fleet.scheduling.admission)
         finally:
             for pending in waiting:
                 self._decide_again(pending, self._queue.reserved())

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool
+from slagate.pools.fleet_file.models import ADMISSION_MODES, AdmissionMode
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.grid import StageGrid
 from slagate.pools.inflight.shared_counts import PoolCell
@@ -84,7 +85,7 @@ ROLLBACK_ALONE = (
 
 
 class ReloadService(gw_grpc.GatewayServicer):
-    """`Reload` of `slagate.v1.Gateway`, the same for a gateway of one process and of several."""
+    """What changes a gateway that runs, the same for one of one process and of several."""
 
     def __init__(self, reloader: Reloader, source: FleetSource) -> None:
         self._reloader = reloader
@@ -111,6 +112,20 @@ class ReloadService(gw_grpc.GatewayServicer):
             return gw.ReloadResponse(version=version, previous_version=version, problems=problems)
         return gw.ReloadResponse(**result._asdict(), applied=result.applied)
 
+    async def SetAdmission(self, request: Any, context: Any) -> gw.SetAdmissionResponse:
+        """Put another admission mode in force, until the next reload sets that of the fleet file again."""
+        mode: AdmissionMode = request.mode
+        if mode not in ADMISSION_MODES:
+            allowed = ", ".join(ADMISSION_MODES)
+            reason = f"mode: must be one of {allowed} (got {mode[:40]!r})"
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, reason)
+        previous = await self._set_admission(mode)
+        return gw.SetAdmissionResponse(mode=mode, previous_mode=previous)
+
+    async def _set_admission(self, mode: AdmissionMode) -> AdmissionMode:
+        """Put the mode in force; returns the one that was before."""
+        raise NotImplementedError
+
 
 class AdminService(ReloadService):
     """`slagate.v1.Gateway`, for a gateway of one process."""
@@ -135,6 +150,11 @@ class AdminService(ReloadService):
     def _fleet(self) -> Fleet:
         return self._dispatcher.fleet
 
+    async def _set_admission(self, mode: AdmissionMode) -> AdmissionMode:
+        previous = self._dispatcher.admission
+        self._dispatcher.set_admission(mode)
+        return previous
+
     async def Explain(self, request: Any, context: Any) -> gw.Decision:
         """The decision for a request, checked as Generate checks it; nothing is sent or leased."""
         try:
@@ -158,7 +178,8 @@ class AdminService(ReloadService):
         )
 
     async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
-        """The load and counts of every pool, with the policy and the version of the configuration."""
+        """The load and counts of every pool, how it is scheduled, and the configuration's version."""
+        scheduling = self._fleet.scheduling
         return gw.ListPoolsResponse(
             pools=[
                 _pool_status(pool, self._fleet.grids[pool.stage])
@@ -170,6 +191,10 @@ class AdminService(ReloadService):
             policy=self._settings.policy,
             config_version=self._reloader.version,
             config_age_s=self._now_s() - self._reloader.since_s,
+            admission=self._dispatcher.admission,
+            file_admission=scheduling.admission,
+            spill=scheduling.spill,
+            bypass=scheduling.bypass,
         )
 
     async def ListWorkers(self, request: Any, context: Any) -> gw.ListWorkersResponse:

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from slagate.proto import gateway_pb2 as gw
+from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
 from support.gateway.foreign_client import Client, endless, read, request
 from support.gateway.processes import (
@@ -242,6 +243,45 @@ def test_a_reload_is_in_force_in_all_processes_or_in_none(two: Cluster, folder: 
         assert reloads == {'{result="applied"}': 3, '{result="refused"}': 1}
 
 
+def test_a_mode_of_admission_is_in_force_in_all_processes_and_in_those_that_start_later(
+    two: Cluster, folder: Path
+) -> None:
+    def modes() -> set[tuple[str, str]]:
+        """What is in force, and the file's, as each process says."""
+        listed = [served.admin.ListPools(gw.ListPoolsRequest(), timeout=HANG_S)]
+        for number in (0, 1):
+            with grpc.insecure_channel(f"unix:{sockets}/{number}.admin") as channel:
+                process = gw_grpc.GatewayStub(channel)
+                listed.append(process.ListPools(gw.ListPoolsRequest(), timeout=HANG_S))
+        return {(each.admission, each.file_admission) for each in listed}
+
+    with gateway(folder, config_of(two), "--processes", "2", name="admission") as served:
+        eventually(served.is_ready, "it is ready")
+        sockets = _folder(pids(served)[0])
+        request = gw.SetAdmissionRequest(mode="shadow")
+        answer = served.admin.SetAdmission(request, timeout=HANG_S)
+        assert (answer.previous_mode, answer.mode) == ("off", "shadow")
+        assert modes() == {("shadow", "off")}
+        kill(served, 0)
+        is_whole_again(served)
+        assert modes() == {("shadow", "off")}
+        # The file is the same: what is in force is the file's again, and nothing else changes.
+        answer = served.admin.Reload(gw.ReloadRequest(), timeout=HANG_S)
+        assert list(answer.changes) == ["admission in force shadow -> off"]
+        assert not answer.applied
+        assert modes() == {("off", "off")}
+        kill(served, 1)
+        is_whole_again(served)
+        assert modes() == {("off", "off")}
+
+
+def _folder(pid: int) -> Path:
+    """The folder of the gateway that a process is one of."""
+    environment = Path(f"/proc/{pid}/environ").read_bytes().decode()
+    place = json.loads(re.search(r"SLAGATE_PROCESS=([^\0]*)", environment)[1])  # type: ignore[index]
+    return Path(place["folder"])
+
+
 @pytest.mark.parametrize("options", [("--processes", "2"), ()] if is_long_run() else [()])
 def test_a_second_server_on_the_port_is_an_error(
     two: Cluster, folder: Path, options: tuple[str, ...]
@@ -294,9 +334,8 @@ def test_processes_end_with_their_parent(two: Cluster, folder: Path) -> None:
         served = Gateway(process)
         with served.channel:
             children = pids(served)
-        environment = Path(f"/proc/{children[0]}/environ").read_bytes().decode()
-        place = json.loads(re.search(r"SLAGATE_PROCESS=([^\0]*)", environment)[1])  # type: ignore[index]
-        assert Path(place["folder"]).is_dir()
+        folder_of_all = _folder(children[0])
+        assert folder_of_all.is_dir()
         process.kill()
         try:
             for pid in children.values():
@@ -304,7 +343,7 @@ def test_processes_end_with_their_parent(two: Cluster, folder: Path) -> None:
         finally:
             for pid in filter(_is_running, children.values()):
                 os.kill(pid, signal.SIGKILL)
-        assert not Path(place["folder"]).exists()
+        assert not folder_of_all.exists()
 
 
 def _is_running(pid: int) -> bool:

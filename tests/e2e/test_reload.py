@@ -152,6 +152,38 @@ def test_the_command_takes_over_a_changed_file_and_goes_back(
     assert reloads == {'{result="applied"}': 4, '{result="refused"}': 0}
 
 
+def test_an_operator_switches_admission_until_the_next_reload(
+    fleet: Cluster, fresh: Served
+) -> None:
+    def admission(*options: str) -> tuple[int, str, str]:
+        address = fresh.running.admin_address
+        ended = run_here("admission", *options, "--insecure", "--target", address)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    assert admission() == (0, "off\n", "")
+    assert admission("shadow") == (0, "went from off to shadow\n", "")
+    assert admission("shadow") == (0, "shadow is in force already\n", "")
+    assert admission() == (0, "shadow (the fleet file says off)\n", "")
+    status, said, _ = admission("--json")
+    assert (status, json.loads(said)) == (0, {"mode": "shadow", "file_mode": "off"})
+    status, said, _ = admission("on", "--json")
+    assert (status, json.loads(said)) == (0, {"mode": "on", "previous_mode": "shadow"})
+    assert admission("sometimes")[0] == 2
+    version = fresh.version()
+    again = f"{version} is in force already\n  admission in force on -> off\n"
+    assert fresh.reload("--dry-run") == (0, again, "")
+    assert admission()[1].startswith("on ")
+    assert fresh.reload() == (0, again, "")
+    assert admission() == (0, "off\n", "")
+    fresh.write(whole(fleet) | {"scheduling": {"admission": "shadow"}})
+    assert fresh.reload()[1].endswith("\n  scheduling: admission off -> shadow\n")
+    assert admission() == (0, "shadow\n", "")
+    with pytest.raises(grpc.RpcError) as refused:
+        fresh.running.admin.SetAdmission(gw.SetAdmissionRequest(mode="auto"), timeout=HANG_S)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "mode: must be one of off, shadow, on" in refused.value.details()
+
+
 def test_a_bad_file_changes_nothing_and_every_problem_is_told(
     fleet: Cluster, served: Served, tmp_path: Path
 ) -> None:

@@ -155,6 +155,10 @@ def test_workers_show_their_events_and_what_came_of_predictions(
         warnings=["old key"],
         config_version="5f0c",
         config_age_s=4321.4,
+        admission="on",
+        file_admission="shadow",
+        spill="any",
+        bypass="off",
     )
     silent = gw.WorkerStatus(worker="v:1", pool="p", state="not_ready", reason="gone")
     print_pools(pools, gw.ListWorkersResponse(workers=[worker, silent]))
@@ -162,6 +166,7 @@ def test_workers_show_their_events_and_what_came_of_predictions(
     assert "policy prefix; a stage may try 3 workers; 4 requests wait" in out
     assert "warning: old key" in out
     assert "configuration 5f0c, in force for 4,321 s\n" in out
+    assert "admission on (the fleet file says shadow), spill any, bypass off\n" in out
     (_, pool, header, first, second) = rows(out)
     assert (pool[0], pool[4], pool[5], pool[6]) == ("p", "13%", "-", "2/3 (+1 draining)")
     assert header[4:6] == ["KV events", "cached (predicted)"]

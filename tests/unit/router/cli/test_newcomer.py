@@ -103,6 +103,10 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("recompute {tmp}/gone.jsonl", 2, "gone.jsonl: No such file or directory"),
     ("recompute {tmp}/empty.json", 2, "line 1: there is none, the file is empty"),
     (f"reload {NOBODY} --config {{tmp}}/gone.json", 2, "gone.json: No such file or directory"),
+    (f"admission onn {NOBODY}", 2, "MODE must be one of off, shadow, on (got 'onn')"),
+    (f"admission on {NOBODY}", 1, "Connection refused; it should be the gateway's admin listener"),
+    (f"admission {NOBODY}", 1, "Connection refused; it should be the gateway's admin listener"),
+    ("admission on --target 127.0.0.1:9", 2, "to call a server, give --tls-ca"),
     (f"profile measure {NOBODY} --out {{tmp}}/gone/x", 2, "--out {tmp}/gone/x: cannot be written"),
     ("demo --out {tmp}/short.key/demo.json --requests 1", 2, "short.key: "),
     # requests

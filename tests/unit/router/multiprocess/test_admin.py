@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from slagate.pools.fleet_file.models import AdmissionMode
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.metrics import Metrics
@@ -93,6 +94,11 @@ class Children:
     def __init__(self, *gateways: Any) -> None:
         self.running = {number: Child(number, each) for number, each in enumerate(gateways)}
         self.stopping = anyio.Event()
+        self.admission: AdmissionMode | None = None
+
+    async def set_admission(self, mode: AdmissionMode) -> AdmissionMode | None:
+        before, self.admission = self.admission, mode
+        return before
 
 
 @contextmanager
@@ -123,7 +129,15 @@ def whole(folder: Path, children: Children) -> Iterator[MultiprocessAdminService
 def pools(**more: Any) -> gw.ListPoolsResponse:
     pool = gw.PoolStatus(name="p", stage=AGG, workers=3, **more)
     return gw.ListPoolsResponse(
-        pools=[pool], max_attempts=4, waiting_requests=2, policy="prefix", config_version="other"
+        pools=[pool],
+        max_attempts=4,
+        waiting_requests=2,
+        policy="prefix",
+        config_version="other",
+        admission="on",
+        file_admission="shadow",
+        spill="any",
+        bypass="auto",
     )
 
 
@@ -141,6 +155,8 @@ def test_pools_are_summed_and_their_totals_are_of_all_processes_there_ever_were(
         assert (pool.requests_total, pool.retries_total, pool.spills_total) == (12, 14, 16)
         assert (found.waiting_requests, found.max_attempts, found.config_age_s) == (4, 4, 2.5)
         assert found.config_version == service._reloader.version
+        assert (found.admission, found.file_admission) == ("on", "shadow")
+        assert (found.spill, found.bypass) == ("any", "auto")
         children.running[0].gateway = Answers()
         (pool,) = run(service.ListPools, gw.ListPoolsRequest(), Context()).pools
         assert (pool.inflight, pool.requests_total) == (4, 12)
@@ -173,6 +189,22 @@ def test_a_worker_is_as_the_process_sees_it_that_sees_the_worst(tmp_path: Path) 
             assert (worker.instance_id, list(worker.models)) == ("i", ["m"])
             assert (worker.load.running_requests, worker.load_age_ms) == (9, 3.0)
             assert worker.prefix.requests == 5
+
+
+def test_a_mode_of_admission_is_for_all_and_a_wrong_one_for_none(tmp_path: Path) -> None:
+    children = Children()
+    with whole(tmp_path, children) as service:
+
+        def put(mode: str) -> tuple[str, str]:
+            request = gw.SetAdmissionRequest(mode=mode)
+            answer = run(service.SetAdmission, request, Context())
+            return answer.previous_mode, answer.mode
+
+        assert put("on") == ("off", "on"), "before it was the file's"
+        with pytest.raises(Aborted, match="mode: must be one of off, shadow, on"):
+            put("maybe")
+        assert children.admission == "on"
+        assert put("shadow") == ("on", "shadow")
 
 
 def test_cells_are_summed_where_they_are_of_the_configuration_in_force(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Processes that cannot start, and what they are asked, with real sockets and real children."""
 
+import signal
 from pathlib import Path
 
 import anyio
 import grpc
 import grpc.aio
 import pytest
+from msgspec.structs import replace
 
 from slagate.pools.fleet.fleet import prepare
 from slagate.proto import gateway_pb2 as gw
@@ -82,6 +84,43 @@ def test_a_place_travels_in_the_environment_once(
         monkeypatch.setenv(name, value)
     assert own_place() == place
     assert own_place() is None
+    for name, value in replace(place, admission="shadow").in_environment().items():
+        monkeypatch.setenv(name, value)
+    assert own_place() == replace(place, admission="shadow")
+
+
+class Switched:
+    """A process that takes an admission mode, or does not answer."""
+
+    def __init__(self, number: int, *, answers: bool = True) -> None:
+        self.number, self.answers = number, answers
+        self.modes: list[str] = []
+        self.signals: list[int] = []
+        self.gateway = self.process = self
+
+    async def SetAdmission(self, request: gw.SetAdmissionRequest, **_limits: float) -> None:
+        if not self.answers:
+            none = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, none, none)
+        self.modes.append(request.mode)
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+def test_a_mode_of_admission_is_in_force_in_all_processes_that_run(tmp_path: Path) -> None:
+    opened = Opened(tmp_path, 2)
+    of = Supervisor(
+        place_in(tmp_path), opened(None), arguments=(), stop_limit_s=5, now_s=monotonic_s
+    )
+    good, hangs = Switched(0), Switched(1, answers=False)
+    of.running = {0: good, 1: hangs}  # type: ignore[dict-item]
+    assert of.admission is None
+    assert run(of.set_admission, "on") is None
+    assert run(of.set_admission, "shadow") == "on"
+    assert (of.admission, good.modes, good.signals) == ("shadow", ["on", "shadow"], [])
+    assert hangs.signals == [signal.SIGKILL] * 2, "the one in its place has the mode from its start"
+    opened.close()
 
 
 def message_of(*, n_workers: int = 2) -> gw.GatewayConfig:
