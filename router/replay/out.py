@@ -15,19 +15,20 @@ TIMES = ("requests_per_cpu_s", "wall_s")
 
 
 class RowKey(NamedTuple):
-    """Which run a row is of. Of a `find_rate` search the load is what is looked for: None."""
+    """Which run a row is of. Of a search for a `find_rate` the load is what is looked for: None."""
 
     trace: str
     fleet: str
     policy: str
     load: float | None
     seed: int
+    find_rate: float | None = None
 
 
 def key_of(row: Row) -> RowKey:
     """Which run a row is of."""
     key = RowKey(*(row[name] for name in RowKey._fields))
-    return key if row["find_rate"] is None else key._replace(load=None)
+    return key if key.find_rate is None else key._replace(load=None)
 
 
 class OutFile:
@@ -81,7 +82,8 @@ class OutFile:
     def _read(self) -> None:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
-            setup, rows = content["setup"], content["rows"]
+            setup = dict(content["setup"])
+            rows = {key_of(row): (row, row["parameters"]) for row in content["rows"]}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(f"--out {self._path}: is no file of rows: {error}") from error
         wanted = json.loads(json.dumps(self._setup))
@@ -91,6 +93,6 @@ class OutFile:
                 f"--out {self._path}: has rows of another set-up ({', '.join(changed)}):"
                 " name another file, or remove it"
             )
-        for row in rows:
-            if row["parameters"] == self._parameters.get(row["policy"], {}):
-                self._rows[key_of(row)] = row
+        for key, (row, parameters) in rows.items():
+            if parameters == self._parameters.get(key.policy, {}):
+                self._rows[key] = row

@@ -54,11 +54,22 @@ def keys_of(suite: Suite) -> list[RowKey]:
                     ]
             if suite.find_rate is not None:
                 keys += [
-                    RowKey(Path(trace).stem, Path(fleet).stem, policy, None, seed)
+                    RowKey(
+                        Path(trace).stem, Path(fleet).stem, policy, None, seed, suite.find_rate
+                    )
                     for policy in suite.policies
                     for seed in suite.seeds
                 ]
     return keys
+
+
+def missing(suite: Suite, out: OutFile) -> list[RowKey]:
+    """The rows to play: those that `out` has not, and oracles that do not bound the policies beside."""
+    return [
+        key
+        for key in keys_of(suite)
+        if key not in out or (key.policy == ORACLE and not _bounds(suite, key, out))
+    ]
 
 
 def setup_of(suite: Suite) -> dict[str, Any]:
@@ -85,7 +96,7 @@ def run_sweep(
     `on_progress` gets how many requests have ended, and how many there are in all; what a search needs is
     guessed. Raises `KeyboardInterrupt` at Ctrl-C and `JobFailed`; `out` has what was done until then.
     """
-    keys = [key for key in keys_of(suite) if key not in out]
+    keys = missing(suite, out)
     # The long ones first, so that no core is left over with one at the end.
     jobs = [Job(suite, key) for key in sorted(keys, key=lambda key: key.load or 0.0, reverse=True)]
     total = sum(suite.requests * _plays(key) for key in keys)
@@ -174,6 +185,14 @@ def _is_bounded(suite: Suite, key: RowKey, out: OutFile) -> bool:
     return all(each in out for each in _beside(suite, key))
 
 
+def _bounds(suite: Suite, key: RowKey, out: OutFile) -> bool:
+    """Whether an oracle's row is of all policies that are asked for: `out` may be of a run of fewer."""
+    return all(
+        each in out and out[each]["both_met"] <= out[key]["both_met"]
+        for each in _beside(suite, key)
+    )
+
+
 def bounded(schedule: Row, rows: Sequence[Row]) -> Row:
     """The oracle's row: the schedule's, or where a policy met more, that policy's figures."""
     best = max(rows, key=lambda row: row["both_met"])
@@ -223,7 +242,7 @@ class _Run(NamedTuple):
             "parameters": dict(parameters),
             "load": load,
             "seed": key.seed,
-            "find_rate": self.suite.find_rate if key.load is None else None,
+            "find_rate": key.find_rate,
         }
 
     def figures(self, load: float) -> Row:

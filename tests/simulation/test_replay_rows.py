@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from slagate.router.replay.out import TIMES, Row, RowKey
+from slagate.router.replay.out import TIMES, OutFile, Row, RowKey
 from slagate.router.replay.suite import Suite, load_suite
-from slagate.router.replay.sweep import Job, bounded, do_job, keys_of
+from slagate.router.replay.sweep import Job, bounded, do_job, keys_of, missing
 
 N_ROWS = 24
 
@@ -21,7 +21,8 @@ def suite(**changed: Any) -> Suite:
 
 def played(of: Suite, policy: str, load: float | None = 4.0) -> Row:
     ended: list[None] = []
-    key = RowKey(Path(of.traces[0]).stem, "split", policy, load, 1)
+    rate = of.find_rate if load is None else None
+    key = RowKey(Path(of.traces[0]).stem, "split", policy, load, 1, rate)
     row = do_job(Job(of, key), lambda: ended.append(None))
     assert len(ended) % of.requests == 0
     return row
@@ -60,6 +61,21 @@ def test_the_oracle_is_no_less_than_a_policy() -> None:
     assert oracle["policy"] == "oracle"
     assert oracle["both_met"] == max(row["both_met"] for row in [schedule, *rows])
     assert oracle["bound"] in ("schedule", "prefix", "mooncake")
+
+
+@pytest.mark.parametrize(("both_met", "is_bound"), [(0.4, True), (0.6, False)])
+def test_an_oracle_of_fewer_policies_is_made_again(
+    tmp_path: Path, both_met: float, is_bound: bool
+) -> None:
+    of = suite(policies=("prefix", "mooncake"))
+    prefix, mooncake, oracle = keys_of(of)
+    out = OutFile(tmp_path / "rows.json", keys_of(of), setup={}, parameters={})
+    assert missing(of, out) == [prefix, mooncake, oracle]
+    for key in (prefix, oracle):
+        out.put(key, {"both_met": 0.5})
+    assert missing(of, out) == [mooncake, oracle]
+    out.put(mooncake, {"both_met": both_met})
+    assert missing(of, out) == ([] if is_bound else [oracle])
 
 
 def test_the_highest_load_is_found_where_there_is_one() -> None:

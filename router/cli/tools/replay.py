@@ -27,7 +27,7 @@ from slagate.router.replay.jobs import JobFailed
 from slagate.router.replay.out import OutFile, Row
 from slagate.router.replay.plot import write_plots
 from slagate.router.replay.suite import Suite, load_suite, parse_suite
-from slagate.router.replay.sweep import keys_of, run_sweep, setup_of, tuned
+from slagate.router.replay.sweep import keys_of, missing, run_sweep, setup_of, tuned
 from slagate.router.replay.trace import read_rows
 from slagate.router.replay.tune import best_first, points_table, write_parameters
 from slagate.router.tables import print_table, stdout_console
@@ -120,7 +120,7 @@ def replay(
 
 def _run(plan: Suite, file: OutFile, n_processes: int) -> int:
     """Play what is missing; the exit status."""
-    todo = [key for key in keys_of(plan) if key not in file]
+    todo = missing(plan, file)
     if n_kept := len(keys_of(plan)) - len(todo):
         errors.print(f"slagate: {n_kept} rows are there already")
     if not todo:

@@ -18,7 +18,7 @@ def opened(path: Path, keys: list[RowKey] = KEYS, **changed: Any) -> OutFile:
 
 
 def row(key: RowKey, **more: Any) -> Row:
-    return {**key._asdict(), "parameters": {}, "find_rate": None, "both_met": 0.5} | more
+    return {**key._asdict(), "parameters": {}, "both_met": 0.5} | more
 
 
 def test_rows_are_in_the_order_of_the_keys_however_they_come(tmp_path: Path) -> None:
@@ -55,8 +55,18 @@ def test_rows_with_other_parameters_are_played_again(tmp_path: Path) -> None:
 
 
 def test_the_row_of_a_search_is_known_whatever_it_found(tmp_path: Path) -> None:
-    path, key = tmp_path / "rows.json", RowKey("t", "f", "x", None, 1)
-    opened(path, [key]).put(key, row(key, load=1.37, find_rate=0.9))
+    path, key = tmp_path / "rows.json", RowKey("t", "f", "x", None, 1, 0.9)
+    opened(path, [key]).put(key, row(key, load=1.37))
+    assert key in opened(path, [key])
+
+
+def test_a_search_for_another_rate_is_another_row(tmp_path: Path) -> None:
+    path, key = tmp_path / "rows.json", RowKey("t", "f", "x", None, 1, 0.9)
+    other = key._replace(find_rate=0.5)
+    opened(path, [key]).put(key, row(key, load=1.37))
+    file = opened(path, [other])
+    assert other not in file
+    file.put(other, row(other, load=2.5))
     assert key in opened(path, [key])
 
 
@@ -67,7 +77,19 @@ def test_rows_of_another_set_up_are_refused(tmp_path: Path) -> None:
         opened(path, setup=SETUP | {"requests": 4})
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"setup": {}, "rows": [{}]}', "\x00"])
+WITHOUT_PARAMETERS = {name: 0 for name in (*RowKey._fields, "both_met")}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{}", '{"setup": {}, "rows": []}', '{"setup": 1, "rows": []}', "\x00"),
+        *(
+            json.dumps({"setup": SETUP, "rows": rows})
+            for rows in (3, [3], [{}], [WITHOUT_PARAMETERS], [WITHOUT_PARAMETERS | {"trace": []}])
+        ),
+    ],
+)
 def test_another_file_is_refused_and_stays(tmp_path: Path, content: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(content)
