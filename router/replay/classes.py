@@ -18,7 +18,6 @@ from slagate.pools.grid.json_text import ROOT, json_path, read_json, shown
 SHARES_WITHIN = 1e-6
 """So far may the sum of all shares be from 1: thirds are written with a few digits."""
 
-
 MAX_NAME = 200
 """Characters: with a tenant's number behind it, it is the text of a metadata key."""
 

@@ -230,5 +230,7 @@ def _unless_known(
 ) -> Iterator[Problem]:
     if name not in known:
         near = nearest(name, known)
-        meant = "" if near is None else f", did you mean {shown(near)}?"
+        meant = f"; there are {', '.join(dict.fromkeys(known))}"
+        if near is not None:
+            meant = f", did you mean {shown(near)}?"
         yield Problem(json_path(path), f"is no known {what}{meant} (got {shown(name)})")

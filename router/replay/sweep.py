@@ -16,7 +16,7 @@ from slagate.router.replay.policies.registry import make
 from slagate.router.replay.run import play
 from slagate.router.replay.suite import Suite
 from slagate.router.replay.trace import TraceRow, count_rows, read_rows
-from slagate.router.replay.tune import Tried, combinations, other_rows, searched
+from slagate.router.replay.tune import Tried, combinations, other_rows, tried
 from slagate.workers.runtime.clock import monotonic_s
 
 ORACLE = "oracle"
@@ -54,9 +54,7 @@ def keys_of(suite: Suite) -> list[RowKey]:
                     ]
             if suite.find_rate is not None:
                 keys += [
-                    RowKey(
-                        Path(trace).stem, Path(fleet).stem, policy, None, seed, suite.find_rate
-                    )
+                    RowKey(Path(trace).stem, Path(fleet).stem, policy, None, seed, suite.find_rate)
                     for policy in suite.policies
                     for seed in suite.seeds
                 ]
@@ -64,12 +62,15 @@ def keys_of(suite: Suite) -> list[RowKey]:
 
 
 def missing(suite: Suite, out: OutFile) -> list[RowKey]:
-    """The rows to play: those that `out` has not, and oracles that do not bound the policies beside."""
-    return [
-        key
-        for key in keys_of(suite)
-        if key not in out or (key.policy == ORACLE and not _bounds(suite, key, out))
-    ]
+    """The rows to play: those that `out` has not, and an oracle's of a run of fewer policies."""
+
+    def is_there(key: RowKey) -> bool:
+        beside = _beside(suite, key) if key.policy == ORACLE else []
+        return key in out and all(
+            each in out and out[each]["both_met"] <= out[key]["both_met"] for each in beside
+        )
+
+    return [key for key in keys_of(suite) if not is_there(key)]
 
 
 def setup_of(suite: Suite) -> dict[str, Any]:
@@ -113,8 +114,11 @@ def run_sweep(
         else:
             out.put(job.key, row)
             yield row
-        for key in [key for key in schedules if _is_bounded(suite, key, out)]:
-            bound = bounded(schedules.pop(key), [out[each] for each in _beside(suite, key)])
+        for key in list(schedules):
+            beside = [out[each] for each in _beside(suite, key) if each in out]
+            if len(beside) < len(suite.policies):
+                continue
+            bound = bounded(schedules.pop(key), beside)
             out.put(key, bound)
             yield bound
 
@@ -132,7 +136,7 @@ def tuned(
     skip, n_rows = other_rows(suite.skip, suite.requests, n_in_trace)
     points = combinations(policy)
     jobs = []
-    for number, parameters in enumerate(points):
+    for parameters in points:
         changed = {
             "policies": (policy,),
             "parameters": {policy: parameters},
@@ -141,33 +145,19 @@ def tuned(
             "find_rate": None,
         }
         one = suite.model_copy(update=changed)
-        jobs += [PointJob(number, Job(one, key)) for key in keys_of(one) if key.policy == policy]
-    attained: dict[int, list[float]] = {}
-    total = len(jobs) * n_rows
+        jobs += [Job(one, key) for key in keys_of(one) if key.policy == policy]
+    attained: list[list[float]] = [[] for _ in points]
     for job, row in run_jobs(
         jobs,
-        do_point,
+        do_job,
         n_processes=n_processes,
-        on_progress=lambda n_ended: on_progress(n_ended, total),
+        on_progress=lambda n_ended: on_progress(n_ended, len(jobs) * n_rows),
     ):
-        attained.setdefault(job.number, []).append(row["both_met"])
-    means = {
-        tuple(sorted(points[number].items())): sum(values) / len(values)
-        for number, values in attained.items()
-    }
-    return list(searched(policy, lambda _, point: means[tuple(sorted(point.items()))]))
-
-
-class PointJob(NamedTuple):
-    """One run with one combination of parameters, and that one's number."""
-
-    number: int
-    job: Job
-
-
-def do_point(point: PointJob, count: Callable[[], None]) -> Row:
-    """Play the run of a point."""
-    return do_job(point.job, count)
+        attained[points.index(job.suite.parameters[policy])].append(row["both_met"])
+    return [
+        tried(policy, point, sum(shares) / len(shares))
+        for point, shares in zip(points, attained, strict=True)
+    ]
 
 
 def _plays(key: RowKey) -> int:
@@ -179,18 +169,6 @@ def _plays(key: RowKey) -> int:
 
 def _beside(suite: Suite, key: RowKey) -> list[RowKey]:
     return [key._replace(policy=policy) for policy in suite.policies]
-
-
-def _is_bounded(suite: Suite, key: RowKey, out: OutFile) -> bool:
-    return all(each in out for each in _beside(suite, key))
-
-
-def _bounds(suite: Suite, key: RowKey, out: OutFile) -> bool:
-    """Whether an oracle's row is of all policies that are asked for: `out` may be of a run of fewer."""
-    return all(
-        each in out and out[each]["both_met"] <= out[key]["both_met"]
-        for each in _beside(suite, key)
-    )
 
 
 def bounded(schedule: Row, rows: Sequence[Row]) -> Row:

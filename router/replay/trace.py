@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from gzip import GzipFile
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,19 +224,12 @@ def _format_of(lines: Iterator[tuple[int, str]], source: str) -> _Format:
     if first is None:
         raise TraceError(f"{source}: is empty")
     number, text = first
-    whole = _with_first(first, lines)
+    whole = chain([first], lines)
     if not text.lstrip().startswith("{"):
         return _Format(_table(whole, source), _azure)
     if {"config", "receipt"} & _object(text, f"{source}:{number}").keys():
         return _Format(_receipts(whole, source), _receipt)
     return _Format(whole, _mooncake)
-
-
-def _with_first(
-    first: tuple[int, str], lines: Iterator[tuple[int, str]]
-) -> Iterator[tuple[int, str]]:
-    yield first
-    yield from lines
 
 
 def _mooncake(line: str, where: str) -> _Parsed:

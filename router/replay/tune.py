@@ -4,7 +4,7 @@ It runs on other rows of the trace than those whose figures are shown, so that t
 are worth, and not how well they were fitted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -17,15 +17,12 @@ from slagate.workers.runtime.usage import UsageError
 
 Parameters = Mapping[str, Value]
 
-Attainment = Callable[[str, Parameters], float]
-"""The mean share of requests that met both targets, of a policy with these parameters, 0 to 1."""
-
 
 class Tried(NamedTuple):
     """One combination, and what came of it."""
 
     parameters: Parameters
-    attainment: float
+    attainment: float  # the mean share of requests that met both targets
     n_changed: int  # parameters that are not at their defaults
 
 
@@ -34,8 +31,10 @@ def combinations(policy: str) -> list[Parameters]:
     known = parameters_of(policy)
     if not known:
         raise UsageError(f"--tune: {policy} has no parameters")
-    tried = product(*(each.tried for each in known.values()))
-    return [dict(zip(known, values, strict=True)) for values in tried]
+    return [
+        dict(zip(known, values, strict=True))
+        for values in product(*(each.tried for each in known.values()))
+    ]
 
 
 def other_rows(skip: int, n_rows: int, n_in_trace: int) -> tuple[int, int]:
@@ -56,12 +55,11 @@ def other_rows(skip: int, n_rows: int, n_in_trace: int) -> tuple[int, int]:
     return (end, n_found) if behind >= n_found else (before - n_found, n_found)
 
 
-def searched(policy: str, attainment: Attainment) -> Iterator[Tried]:
-    """Each combination with its attainment, one after the other."""
+def tried(policy: str, parameters: Parameters, attainment: float) -> Tried:
+    """A combination with what it attained."""
     known = parameters_of(policy)
-    for parameters in combinations(policy):
-        n_changed = sum(value != known[name].default for name, value in parameters.items())
-        yield Tried(parameters, attainment(policy, parameters), n_changed)
+    n_changed = sum(value != known[name].default for name, value in parameters.items())
+    return Tried(parameters, attainment, n_changed)
 
 
 def best_first(points: list[Tried]) -> list[Tried]:

@@ -85,7 +85,9 @@ def test_rows_do_not_depend_on_the_order_of_sets(
         (("--load", "1,x"), "--load: must be numbers with commas between (got '1,x')"),
         (("--load", "0"), "loads[0]"),
         (("--skip", "9999"), "has 800 rows, none from row 9999 on"),
-        (("--suite", "sla-big"), "'sla-big' does not come along"),
+        (("--suite", "sla-small"), "--config: is not taken with --suite, whose file says it"),
+        (("--trace", "/no/such/trace"), "--trace /no/such/trace: is no file"),
+        (("--policy", "oracle"), "is no known policy; there are prefix, least_loaded, "),
         (("--tune", "lmetric"), "--tune: lmetric has no parameters"),
         (("--plot", "x.pdf"), "--plot x.pdf: must end in .png or .svg"),
         (("--out", "/no/such/folder/x"), "--out /no/such/folder/x: cannot be written"),
@@ -96,6 +98,34 @@ def test_mistakes_are_told(typed: list[str], more: tuple[str, str], told: str) -
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_mistake_in_the_classes_names_their_file(typed: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "classes.json"
+    path.write_text(json.dumps([CLASSES[0] | {"policy": "protct"}, CLASSES[1]]))
+    done = run_here(*typed)
+    assert done.returncode == 2
+    assert f"{path}: 1 problem" in done.stderr
+    assert "classes[0].policy: must be " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(("--policy", "prefix"), ("--load", "1"), ("--requests", "800"), ("--skip", "0")),
+        *(("--seed", "1"), ("--ideal",)),
+    ],
+)
+def test_a_suite_says_all_that_options_say(option: tuple[str, ...]) -> None:
+    done = run_here("replay", "--suite", "sla-small", *option)
+    assert done.returncode == 2
+    assert f"{option[0]}: is not taken with --suite" in done.stderr
+
+
+def test_a_suite_that_does_not_come_along_is_told() -> None:
+    done = run_here("replay", "--suite", "sla-big")
+    assert done.returncode == 2
+    assert "'sla-big' does not come along" in done.stderr
 
 
 def test_without_a_suite_three_files_are_needed(typed: list[str]) -> None:

@@ -22,7 +22,7 @@ from slagate.router.cli.command import (
     whole_numbers,
 )
 from slagate.router.output import INTERRUPTED
-from slagate.router.replay.classes import read_file
+from slagate.router.replay.classes import load_classes
 from slagate.router.replay.jobs import JobFailed
 from slagate.router.replay.out import OutFile, Row
 from slagate.router.replay.plot import write_plots
@@ -36,8 +36,12 @@ from slagate.workers.runtime.usage import UsageError
 EXPECTED_PER_CPU_S = 30
 """Requests that a core plays each second, to say beforehand how long it will take."""
 
+_OF_A_SUITE = ["config", "trace", "classes", "policy", "load", "requests", "skip", "seed", "ideal"]
+"""Options whose place a suite takes."""
+
 
 def replay(
+    ctx: typer.Context,
     *,
     config: Annotated[Path | None, typer.Option(help="The fleet file.")] = None,
     trace: Annotated[
@@ -81,17 +85,22 @@ def replay(
             check_writable("--plot", plot)
             kind = kind_of(plot)
         if suite is not None:
+            for option in _OF_A_SUITE:
+                if (by := ctx.get_parameter_source(option)) and by.name == "COMMANDLINE":
+                    fail(f"--{option}: is not taken with --suite, whose file says it")
             plan = load_suite(suite, traces)
         else:
             for option, given in (("config", config), ("trace", trace), ("classes", classes)):
                 if given is None:
                     fail(f"--{option}: is needed without --suite")
+                if not given.is_file():
+                    fail(f"--{option} {given}: is no file")
             assert classes is not None
             plan = parse_suite(
                 {
                     "traces": [str(trace)],
                     "fleets": [str(config)],
-                    "classes": read_file(classes),
+                    "classes": [each._asdict() for each in load_classes(classes)],
                     "policies": policy.split(","),
                     "loads": numbers("--load", load),
                     "seeds": list(whole_numbers("--seed", seed, least=0)),

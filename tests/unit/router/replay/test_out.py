@@ -77,7 +77,7 @@ def test_rows_of_another_set_up_are_refused(tmp_path: Path) -> None:
         opened(path, setup=SETUP | {"requests": 4})
 
 
-WITHOUT_PARAMETERS = {name: 0 for name in (*RowKey._fields, "both_met")}
+WITHOUT_PARAMETERS = dict.fromkeys((*RowKey._fields, "both_met"), 0)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from slagate.pools.grid.errors import ConfigError
 from slagate.router.replay.classes import RequestClass, drawn
 from slagate.router.replay.client import Ask
 from slagate.router.replay.fleet import IDEAL, REAL, Slow, load_fleet
+from slagate.router.replay.policies.registry import NAMES
 from slagate.router.replay.suite import Suite, load_suite, parse_suite
 from slagate.router.replay.trace import TraceRow, read_rows
 from slagate.router.request.metadata import FAIRNESS_ID, SESSION_ID
@@ -157,9 +158,9 @@ def test_names_of_nothing_and_repetitions_are_named(folder: Path) -> None:
         'policies[2]: is there already (got "prefix")',
         "loads[1]: is there already (got 1.0)",
         'policies[0]: is no known policy, did you mean "prefix"? (got "prefx")',
-        'parameters.none: is no known policy (got "none")',
-        'tenants.b: is no known class (got "b")',
-        'ranks.zz: is no known pool (got "zz")',
+        f'parameters.none: is no known policy; there are {", ".join(NAMES)} (got "none")',
+        'tenants.b: is no known class; there are a (got "b")',
+        'ranks.zz: is no known pool; there are p4, p1, d4, d1 (got "zz")',
         'slow.pool: is no known pool, did you mean "p4"? (got "p44")',
         'parameters.mooncake: "ttft_limits" is not known, did you mean "ttft_limit"?',
         "parameters.mooncake.ttft_limit: must be a number from 0 on, got 'x'",

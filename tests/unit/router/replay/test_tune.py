@@ -1,19 +1,19 @@
 """The search for a policy's parameters, with an attainment that is worked out by hand."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from slagate.router.replay.policies.registry import PEERS, Value, make, parameters_of
+from slagate.router.replay.policies.registry import PEERS, make, parameters_of
 from slagate.router.replay.tune import (
+    Tried,
     best_first,
     combinations,
     other_rows,
     points_table,
-    searched,
+    tried,
     write_parameters,
 )
 from slagate.workers.runtime.usage import UsageError
@@ -21,12 +21,14 @@ from slagate.workers.runtime.usage import UsageError
 TUNABLE = [name for name in PEERS if parameters_of(name)]
 
 
-def attainment(policy: str, parameters: Mapping[str, Value]) -> float:
-    """Best at a TTFT limit of 0.9; the limit of ITL makes no difference."""
-    assert policy == "mooncake"
-    limit = parameters["ttft_limit"]
-    assert isinstance(limit, float)
-    return 0.8 - abs(limit - 0.9)
+def searched() -> list[Tried]:
+    """Points of which a TTFT limit of 0.9 is the best; the limit of ITL makes no difference."""
+    points = []
+    for parameters in combinations("mooncake"):
+        limit = parameters["ttft_limit"]
+        assert isinstance(limit, float)
+        points.append(tried("mooncake", parameters, 0.8 - abs(limit - 0.9)))
+    return points
 
 
 @pytest.mark.parametrize("policy", TUNABLE)
@@ -52,7 +54,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 def test_the_best_is_the_highest_and_of_equals_the_nearest_to_the_defaults() -> None:
-    points = list(searched("mooncake", attainment))
+    points = searched()
     assert [dict(point.parameters) for point in points] == combinations("mooncake")
     best, second, *_, worst = best_first(points)
     assert best.parameters == {"ttft_limit": 0.9, "itl_limit": 1.0}
@@ -64,7 +66,7 @@ def test_the_best_is_the_highest_and_of_equals_the_nearest_to_the_defaults() -> 
 def test_the_table_has_every_point_the_best_first() -> None:
     console = Console(width=100, markup=False, highlight=False)
     with console.capture() as captured:
-        console.print(points_table("mooncake", list(searched("mooncake", attainment))))
+        console.print(points_table("mooncake", searched()))
     lines = [line.strip() for line in captured.get().splitlines()]
     assert lines[0] == "mooncake"
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "%" in line]
