@@ -5,12 +5,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from slagate.pools.fleet_file.models import Array, Limit, Positive, Word, is_number
+from slagate.pools.fleet_file.models import (
+    Array,
+    ClassPolicy,
+    Limit,
+    Positive,
+    Word,
+    is_number,
+)
 from slagate.pools.fleet_file.validation import problems
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import ROOT, json_path, read_json, shown
@@ -23,15 +30,15 @@ MAX_NAME = 200
 
 
 class RequestClass(NamedTuple):
-    """A class of requests. Its `policy` and `weight` are for routers that have admission and fairness."""
+    """A class of requests. Its `policy` and `weight` are as in the fleet file; None: what that says."""
 
     name: Annotated[Word, Field(max_length=MAX_NAME)]
     share: Positive  # of the conversations, in (0, 1]
     ttft_ms: Positive
     itl_ms: Positive
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # higher is more important
-    policy: Literal["protect", "shed", "relegate"] = "protect"
-    weight: Positive = 1
+    policy: ClassPolicy | None = None
+    weight: Positive | None = None
     max_tokens: Limit = 2048  # the cap that its requests name
 
 

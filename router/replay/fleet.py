@@ -1,8 +1,9 @@
 """The simulated workers of a fleet file, and what they meet that the gateway is not told."""
 
+import json
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from slagate.pools.fleet_file.load import FleetConfig, load_config
-from slagate.pools.fleet_file.models import PoolSpec, Positive, TargetMs
+from slagate.pools.fleet_file.models import ANY_CLASS, PoolSpec, Positive, TargetMs
 from slagate.pools.grid.grid import Stage
+from slagate.router.replay.classes import RequestClass
 from slagate.workers.kv_transfer.memory import MemoryExchange
 from slagate.workers.profiles.profile import TpProfile
 from slagate.workers.runtime.usage import UsageError
@@ -82,11 +84,16 @@ REAL = Imperfection()
 IDEAL = Imperfection(0.0, 0.0, 0.0, REAL.latency_s, 0.0)
 
 
-def load_fleet(path: str | Path, ranks: Mapping[str, int] = MappingProxyType({})) -> SimFleet:
+def load_fleet(
+    path: str | Path,
+    ranks: Mapping[str, int] = MappingProxyType({}),
+    classes: Sequence[RequestClass] = (),
+) -> SimFleet:
     """The fleet file at `path`. Raises `ConfigError`, and `UsageError` for a pool that cannot be simulated.
 
     A pool without workers gets `replicas` of them. `ranks` says how many attention-DP ranks the workers of
-    a pool have, by its name; names of other fleets' pools are of no account.
+    a pool have, by its name; names of other fleets' pools are of no account. `classes` are laid over the
+    file's objectives.
     """
     plain = load_config(path)
     if "prefill" in plain.stages and "decode" not in plain.stages:
@@ -99,7 +106,8 @@ def load_fleet(path: str | Path, ranks: Mapping[str, int] = MappingProxyType({})
             raise UsageError(f"{path}: pools.{name}.profile: is missing, and a replay needs one")
         if not spec.workers:
             added[name] = [f"replica-{number}:{i + 1}" for i in range(spec.replicas or 1)]
-    config = load_config(path, workers=added, serving=True)
+    text = _with_classes(plain.text, classes)
+    config = load_config(path, workers=added, serving=True, text=text)
     assert config.profiles is not None, "it was read with serving=True"
     pools = []
     for stage, grid in config.stages.items():
@@ -119,6 +127,21 @@ def load_fleet(path: str | Path, ranks: Mapping[str, int] = MappingProxyType({})
                 )
             )
     return SimFleet(config, tuple(pools), pools[0].profile.model)
+
+
+def _with_classes(text: str, classes: Sequence[RequestClass]) -> str:
+    """A fleet file's content with the priority, policy and weight of these classes, but not their targets.
+
+    What a class leaves out is what the file says for it. Targets come with each request.
+    """
+    content = json.loads(text)
+    objectives = content.setdefault("objectives", {})
+    anybody = objectives.get(ANY_CLASS, {})
+    for each in classes:
+        said = {"priority": each.priority, "policy": each.policy, "weight": each.weight}
+        given = {key: value for key, value in said.items() if value is not None}
+        objectives[each.name] = {**objectives.get(each.name, anybody), **given}
+    return json.dumps(content)
 
 
 def _gpus(spec: PoolSpec, ranks: int) -> float:

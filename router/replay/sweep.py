@@ -183,7 +183,8 @@ def do_job(job: Job, count: Callable[[], None]) -> Row:
     """Play one run, search for the highest load, or make the schedule of the oracle."""
     suite, key = job
     began_s = monotonic_s()
-    fleet = load_fleet(_path(suite.fleets, key.fleet), ranks=suite.ranks)
+    path = _path(suite.fleets, key.fleet)
+    fleet = load_fleet(path, ranks=suite.ranks, classes=suite.classes)
     rows = read_rows(_path(suite.traces, key.trace), skip=suite.skip, n_rows=suite.requests)
     run = _Run(suite, fleet, rows, key, count)
     if key.policy == ORACLE:

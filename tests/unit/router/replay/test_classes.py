@@ -39,7 +39,7 @@ def test_what_a_class_leaves_out_has_a_default(tmp_path: Path) -> None:
         "max_tokens": 9,
     }
     assert load_classes(written(tmp_path, [{**ONE, "share": 0.25}, full])) == (
-        RequestClass("a", 0.25, 1000, 15.5, 0, "protect", 1, 2048),
+        RequestClass("a", 0.25, 1000, 15.5, 0, None, None, 2048),
         RequestClass("b", 0.75, 1, 2, -3, "shed", 0.5, 9),
     )
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from slagate.pools.fleet_file.load import parse_config
+from slagate.pools.fleet_file.models import Objective
+from slagate.router.replay.classes import RequestClass
 from slagate.router.replay.fleet import IDEAL, REAL, Slow, load_fleet, step_factor
 from slagate.workers.runtime.usage import UsageError
 
@@ -53,6 +56,33 @@ def test_ranks_have_the_gpus_of_the_profile_each_unless_a_cost_is_given(tmp_path
     )
     pools = load_fleet(path, {"wide": 4, "named": 4, "elsewhere": 2}).pools
     assert [(pool.ranks, pool.gpus) for pool in pools] == [(1, 2.0), (4, 8.0), (4, 3.5)]
+
+
+def test_classes_are_laid_over_the_objectives_of_the_file(tmp_path: Path) -> None:
+    path = agg_fleet(tmp_path, one=PROFILE)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["objectives"] = {
+        "chat": {"ttft_ms": 300, "policy": "protect", "weight": 2, "priority": 9},
+        "*": {"policy": "relegate", "weight": 3},
+        "other": {"itl_ms": 5},
+    }
+    path.write_text(json.dumps(content), encoding="utf-8")
+    classes = [
+        RequestClass("chat", 0.5, 100, 10, priority=4, weight=0.5),
+        RequestClass("batch", 0.25, 100, 10),
+        RequestClass("bulk", 0.25, 100, 10, policy="shed"),
+    ]
+    config = load_fleet(path, classes=classes).config
+    assert config.objectives == {
+        "chat": Objective(ttft_ms=300, policy="protect", weight=0.5, priority=4),
+        "*": Objective(policy="relegate", weight=3),
+        "other": Objective(itl_ms=5),
+        "batch": Objective(policy="relegate", weight=3, priority=0),
+        "bulk": Objective(policy="shed", weight=3, priority=0),
+    }
+    assert parse_config(json.loads(config.text), source="text").objectives == config.objectives
+    plain = load_fleet(agg_fleet(tmp_path, one=PROFILE), classes=classes[1:]).config
+    assert plain.objectives["batch"] == Objective(policy="shed", weight=1, priority=0)
 
 
 def test_a_pool_without_a_profile_is_named(tmp_path: Path) -> None:
