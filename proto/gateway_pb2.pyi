@@ -822,6 +822,7 @@ class PoolStatus(google.protobuf.message.Message):
     PREFILL_ERROR_FIELD_NUMBER: builtins.int
     ITL_ERROR_FIELD_NUMBER: builtins.int
     WORKERS_DRAINING_FIELD_NUMBER: builtins.int
+    WORKERS_UNPAIRED_FIELD_NUMBER: builtins.int
     name: builtins.str
     stage: Global___Stage.ValueType
     index: builtins.int
@@ -844,6 +845,8 @@ class PoolStatus(google.protobuf.message.Message):
     """the same of ITL"""
     workers_draining: builtins.int
     """besides `workers`: not in the configuration any more, with work to end"""
+    workers_unpaired: builtins.int
+    """of those ready, prefill or decode workers that fit none of the other stage"""
     @property
     def pool_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """pools a request of this one may try, in order"""
@@ -866,9 +869,10 @@ class PoolStatus(google.protobuf.message.Message):
         prefill_error: builtins.float | None = ...,
         itl_error: builtins.float | None = ...,
         workers_draining: builtins.int = ...,
+        workers_unpaired: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "itl_error", b"itl_error", "prefill_error", b"prefill_error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "estimator", b"estimator", "index", b"index", "inflight", b"inflight", "itl_error", b"itl_error", "name", b"name", "pool_order", b"pool_order", "prefill_error", b"prefill_error", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "spills_total", b"spills_total", "stage", b"stage", "workers", b"workers", "workers_draining", b"workers_draining", "workers_ready", b"workers_ready"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "estimator", b"estimator", "index", b"index", "inflight", b"inflight", "itl_error", b"itl_error", "name", b"name", "pool_order", b"pool_order", "prefill_error", b"prefill_error", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "spills_total", b"spills_total", "stage", b"stage", "workers", b"workers", "workers_draining", b"workers_draining", "workers_ready", b"workers_ready", "workers_unpaired", b"workers_unpaired"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_itl_error", b"_itl_error"]) -> typing.Literal["itl_error"] | None: ...
     @typing.overload
@@ -995,6 +999,8 @@ class WorkerStatus(google.protobuf.message.Message):
     EVENT_LAG_MS_FIELD_NUMBER: builtins.int
     INDEX_BLOCKS_FIELD_NUMBER: builtins.int
     PREFIX_FIELD_NUMBER: builtins.int
+    PAIRS_WITH_FIELD_NUMBER: builtins.int
+    PAIR_PROBLEM_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """address"""
     pool: builtins.str
@@ -1020,6 +1026,12 @@ class WorkerStatus(google.protobuf.message.Message):
     """from publishing to being applied; absent: no events"""
     index_blocks: builtins.int
     """KV blocks known of it, all ranks; absent: no events"""
+    pairs_with: builtins.int
+    """ready workers of the other stage that it can hand over to, or take over"""
+    pair_problem: builtins.str
+    """from; absent: it is not ready, or of an aggregated pool
+    why that is none although some are ready
+    """
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -1051,15 +1063,19 @@ class WorkerStatus(google.protobuf.message.Message):
         event_lag_ms: builtins.float | None = ...,
         index_blocks: builtins.int | None = ...,
         prefix: Global___PrefixTruth | None = ...,
+        pairs_with: builtins.int | None = ...,
+        pair_problem: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_event_lag_ms", b"_event_lag_ms", "_index_blocks", b"_index_blocks", "_load_age_ms", b"_load_age_ms", "_prefix", b"_prefix", "event_lag_ms", b"event_lag_ms", "index_blocks", b"index_blocks", "load", b"load", "load_age_ms", b"load_age_ms", "prefix", b"prefix"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_event_lag_ms", b"_event_lag_ms", "_index_blocks", b"_index_blocks", "_load_age_ms", b"_load_age_ms", "_prefix", b"_prefix", "engine", b"engine", "event_lag_ms", b"event_lag_ms", "events_mode", b"events_mode", "events_reason", b"events_reason", "index_blocks", b"index_blocks", "inflight", b"inflight", "instance_id", b"instance_id", "kv_transfer_backend", b"kv_transfer_backend", "load", b"load", "load_age_ms", b"load_age_ms", "models", b"models", "pool", b"pool", "prefix", b"prefix", "queued_tokens", b"queued_tokens", "reason", b"reason", "stage", b"stage", "state", b"state", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_event_lag_ms", b"_event_lag_ms", "_index_blocks", b"_index_blocks", "_load_age_ms", b"_load_age_ms", "_pairs_with", b"_pairs_with", "_prefix", b"_prefix", "event_lag_ms", b"event_lag_ms", "index_blocks", b"index_blocks", "load", b"load", "load_age_ms", b"load_age_ms", "pairs_with", b"pairs_with", "prefix", b"prefix"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_event_lag_ms", b"_event_lag_ms", "_index_blocks", b"_index_blocks", "_load_age_ms", b"_load_age_ms", "_pairs_with", b"_pairs_with", "_prefix", b"_prefix", "engine", b"engine", "event_lag_ms", b"event_lag_ms", "events_mode", b"events_mode", "events_reason", b"events_reason", "index_blocks", b"index_blocks", "inflight", b"inflight", "instance_id", b"instance_id", "kv_transfer_backend", b"kv_transfer_backend", "load", b"load", "load_age_ms", b"load_age_ms", "models", b"models", "pair_problem", b"pair_problem", "pairs_with", b"pairs_with", "pool", b"pool", "prefix", b"prefix", "queued_tokens", b"queued_tokens", "reason", b"reason", "stage", b"stage", "state", b"state", "worker", b"worker"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_event_lag_ms", b"_event_lag_ms"]) -> typing.Literal["event_lag_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_index_blocks", b"_index_blocks"]) -> typing.Literal["index_blocks"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_load_age_ms", b"_load_age_ms"]) -> typing.Literal["load_age_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pairs_with", b"_pairs_with"]) -> typing.Literal["pairs_with"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_prefix", b"_prefix"]) -> typing.Literal["prefix"] | None: ...
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pairing import pair_statuses
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import State
 from slagate.pools.kv_events.view import EventMode, EventView
@@ -326,8 +327,17 @@ def _of_pools(fleet: Fleet) -> Iterator[Metric]:
         "Workers of a pool by state, those that drain besides it included",
         labels=[*labels, "state"],
     )
+    unpaired = GaugeMetricFamily(
+        "slagate_pool_unpaired_workers",
+        "Ready prefill or decode workers that fit none of the other stage",
+        labels=labels,
+    )
+    statuses = pair_statuses(fleet.members())
     for pool in fleet.all_pools:
         of_pool = [pool.stage.value, pool.name]
+        members = list(pool.members.values())
+        n_unpaired = sum(bool(statuses[each].problem) for each in members if each in statuses)
+        unpaired.add_metric(of_pool, n_unpaired)
         states = Counts(member.state for member in pool.all_members)
         for state in State:
             if state is not State.LEFT:
@@ -337,4 +347,4 @@ def _of_pools(fleet: Fleet) -> Iterator[Metric]:
         for latency, value in errors.items():
             if value is not None:
                 error.add_metric([*of_pool, latency], value)
-    yield from (spills, error, workers)
+    yield from (spills, error, workers, unpaired)

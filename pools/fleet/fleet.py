@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pairing import pair_statuses
 from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.fleet_file.models import Objective, Scheduling
@@ -238,7 +239,10 @@ class Fleet:
             }
             for stage in self.stages
         ]
-        return "" if set.intersection(*served) else "no model is served by every stage"
+        if not set.intersection(*served):
+            return "no model is served by every stage"
+        problems = [status.problem for status in pair_statuses(self.serving_members()).values()]
+        return f"each worker {problems[0]}" if problems and all(problems) else ""
 
 
 class _Views(dict[str, PoolSnapshot]):

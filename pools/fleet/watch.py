@@ -19,6 +19,7 @@ import anyio
 
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pairing import UnpairedWorkers
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.table import State
@@ -73,7 +74,8 @@ async def watch_fleet(
     workers stamp their events by. When a worker drains for longer than `drain_s` its requests are
     ended, and `on_cut` is called.
     """
-    shared = _WatchContext(connect, CooperativeScheduler(), now_s, drain_s, on_cut)
+    unpaired = UnpairedWorkers(fleet.members, now_s)
+    shared = _WatchContext(connect, CooperativeScheduler(), now_s, drain_s, on_cut, unpaired)
     async with anyio.create_task_group() as tasks:
 
         def joined(pool: Pool, member: Member) -> None:
@@ -94,6 +96,7 @@ class _WatchContext(NamedTuple):
     now_s: Callable[[], float]
     drain_s: float
     on_cut: Callable[[], None]
+    unpaired: UnpairedWorkers
 
 
 async def _watch(pool: Pool, member: Member, shared: _WatchContext, rng: random.Random) -> None:
@@ -137,6 +140,7 @@ async def _probe_forever(
             else:
                 follower.identified(member.server_info)
         pool.expire_predictions()
+        shared.unpaired.look()
         if member.has_drained_for(shared.drain_s, shared.now_s()) and member.force_drain():
             shared.on_cut()
         await anyio.sleep(interval_s * (1 + JITTER_RATIO * rng.uniform(-1, 1)))

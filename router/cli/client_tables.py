@@ -123,7 +123,8 @@ def _pools_table(pools: gw.ListPoolsResponse) -> Table:
             f"{pool.prefill_error:.0%}" if pool.HasField("prefill_error") else "-",
             f"{pool.itl_error:.0%}" if pool.HasField("itl_error") else "-",
             f"{pool.workers_ready}/{pool.workers}"
-            + (f" (+{pool.workers_draining} draining)" if pool.workers_draining else ""),
+            + (f" (+{pool.workers_draining} draining)" if pool.workers_draining else "")
+            + (f", {pool.workers_unpaired} without a partner" if pool.workers_unpaired else ""),
             str(pool.inflight),
             f"{pool.queued_tokens:,}",
             f"{pool.requests_total:,}",
@@ -146,7 +147,7 @@ def _workers_table(workers: gw.ListWorkersResponse) -> Table:
         table.add_row(
             worker.worker,
             worker.pool,
-            _with_reason(worker.state, worker.reason),
+            _with_reason(worker.state, worker.reason or worker.pair_problem),
             worker.engine,
             _with_reason(worker.events_mode or "-", worker.events_reason),
             cached if worker.HasField("prefix") else "-",

@@ -277,6 +277,7 @@ def _add_pool(into: gw.PoolStatus, pool: gw.PoolStatus) -> None:
     _sum(into, pool, ("inflight", "queued_tokens"))
     into.workers_ready = min(into.workers_ready, pool.workers_ready)
     into.workers_draining = max(into.workers_draining, pool.workers_draining)
+    into.workers_unpaired = max(into.workers_unpaired, pool.workers_unpaired)
     _worst(into, pool, ("prefill_error", "itl_error"))
 
 
@@ -284,7 +285,9 @@ def _add_worker(into: gw.WorkerStatus, worker: gw.WorkerStatus) -> None:
     _sum(into, worker, ("inflight", "queued_tokens"))
     if into.state == State.READY.value != worker.state:
         into.state, into.reason = worker.state, worker.reason
-    for name in ("instance_id", "engine", "kv_transfer_backend"):
+    if worker.HasField("pairs_with") and worker.pairs_with < into.pairs_with:
+        into.pairs_with = worker.pairs_with
+    for name in ("instance_id", "engine", "kv_transfer_backend", "pair_problem"):
         if not getattr(into, name):
             setattr(into, name, getattr(worker, name))
     if not into.models:

@@ -1,6 +1,7 @@
 """`slagate.v1.Gateway`, the service for operators, and the listeners for operators and probes."""
 
 import os
+from collections import Counter as Counts
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pairing import PairStatus, pair_statuses
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.fleet_file.models import ADMISSION_MODES, AdmissionMode
 from slagate.pools.grid.errors import ConfigError
@@ -179,10 +181,11 @@ class AdminService(ReloadService):
 
     async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
         """The load and counts of every pool, how it is scheduled, and the configuration's version."""
-        scheduling = self._fleet.scheduling
+        scheduling, statuses = self._fleet.scheduling, pair_statuses(self._fleet.members())
+        n_unpaired = Counts(member.pool for member, status in statuses.items() if status.problem)
         return gw.ListPoolsResponse(
             pools=[
-                _pool_status(pool, self._fleet.grids[pool.stage])
+                _pool_status(pool, self._fleet.grids[pool.stage], n_unpaired[pool.name])
                 for pool in self._fleet.pools.values()
             ],
             warnings=self._fleet.warnings,
@@ -199,9 +202,12 @@ class AdminService(ReloadService):
 
     async def ListWorkers(self, request: Any, context: Any) -> gw.ListWorkersResponse:
         """The health, leases and last reported load of every worker, those that drain included."""
-        now_s = self._now_s()
+        now_s, statuses = self._now_s(), pair_statuses(self._fleet.members())
         return gw.ListWorkersResponse(
-            workers=[_worker_status(member, now_s) for member in self._fleet.all_members()]
+            workers=[
+                _worker_status(member, now_s, statuses.get(member))
+                for member in self._fleet.all_members()
+            ]
         )
 
     async def ListCells(self, request: Any, context: Any) -> gw.ListCellsResponse:
@@ -244,7 +250,7 @@ class AdminService(ReloadService):
             yield gw.WatchReceiptsResponse(receipt=receipt, missed=missed)
 
 
-def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
+def _pool_status(pool: Pool, grid: StageGrid, n_unpaired: int) -> gw.PoolStatus:
     members = list(pool.members.values())
     return gw.PoolStatus(
         name=pool.name,
@@ -253,6 +259,7 @@ def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
         workers=len(members),
         workers_draining=sum(1 for _ in pool.all_members) - len(members),
         workers_ready=sum(member.state is State.READY for member in members),
+        workers_unpaired=n_unpaired,
         inflight=sum(member.ranks.inflight for member in members),
         queued_tokens=sum(member.ranks.queued_tokens for member in members),
         estimator=pool.estimator.frozen.source,
@@ -265,7 +272,7 @@ def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
     )
 
 
-def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
+def _worker_status(member: Member, now_s: float, pairing: PairStatus | None) -> gw.WorkerStatus:
     status = gw.WorkerStatus(
         worker=member.address,
         pool=member.pool,
@@ -280,6 +287,8 @@ def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
         status.instance_id = server.instance_id
         status.engine = f"{server.engine_name} {server.engine_version}".strip()
         status.kv_transfer_backend = server.kv_connector.transfer_backend
+    if pairing is not None:
+        status.pairs_with, status.pair_problem = pairing
     if member.load is not None:
         status.load.CopyFrom(member.load)
         status.load_age_ms = (now_s - member.load_at_s) * 1000

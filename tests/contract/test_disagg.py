@@ -11,6 +11,8 @@ import anyio
 import grpc
 import pytest
 
+from slagate.pools.fleet.member import pair_of
+from slagate.pools.inflight.pair_key import PairFit, fit
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.kv_transfer.memory import MemoryExchange, MemoryTransport
 from slagate.workers.kv_transfer.transport import Blocks, Done
@@ -217,6 +219,49 @@ def test_disagg_09_a_handoff_that_decode_refuses_can_go_elsewhere_or_be_released
             assert refusing.llm.used_blocks == 0
 
     inside(scenario)
+
+
+LAYOUTS = {
+    "KV type": {"kv_cache_config": {"dtype": "fp8"}},
+    "block size": {"kv_cache_config": {"tokens_per_block": 64}},
+    "back-end": {"cache_transceiver_config": {"backend": "UCX"}},
+    "runtime": {"cache_transceiver_config": {"transceiver_runtime": "PYTHON"}},
+    "manager": {
+        "cache_transceiver_config": {"transceiver_runtime": "PYTHON"},
+        "kv_cache_config": {"use_kv_cache_manager_v2": True},
+    },
+}
+
+
+@pytest.mark.parametrize("args", LAYOUTS.values(), ids=LAYOUTS)
+def test_an_engine_takes_no_kv_cache_that_lies_or_moves_otherwise(
+    args: dict[str, dict[str, Any]],
+) -> None:
+    """Nor does the other one take its; the handoff is still there for one that can."""
+    setup = DIRECT[-1]
+    plain = {"cache_transceiver_config": {"transceiver_runtime": "CPP"}}
+    plain |= {"kv_cache_config": {"use_kv_cache_manager_v2": False, "dtype": "bfloat16"}}
+    one = {section: plain.get(section, {}) | args.get(section, {}) for section in plain}
+
+    async def scenario() -> None:
+        for kinds in ((plain, one), (one, plain)):
+            async with (
+                setup.engine("prefill", **kinds[0]) as prefill,
+                setup.engine("decode", **kinds[1]) as other,
+                setup.engine("decode", **kinds[0]) as same,
+            ):
+                told = [(await each.worker.server_info()) for each in (prefill, other, same)]
+                giver, *takers = map(pair_of, told)
+                assert [fit(giver, taker) for taker in takers] == [PairFit.NO, PairFit.YES]
+                prompt = prompt_of(1)
+                session = await hand_off(prefill.worker, request("r", prompt))
+                refused = await resume(other.worker, request("r", prompt), session)
+                (message,) = refused.messages
+                assert message.error.code == oe.ERROR_CODE_KV_TRANSFER_FAILED
+                sink = await resume(same.worker, request("r", prompt, 2), session)
+                assert len(sink.tokens) == 2  # which ones depends on the size of a block
+
+    run(scenario)
 
 
 TRACE = [("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]

@@ -10,9 +10,12 @@ from slagate.workers.sim.kv_cache.cache import SimKvCache
 from slagate.workers.sim.kv_cache.events import V1_BLOCK_KEY, KvEventQueue, KvEventRecorder
 from slagate.workers.sim.rank import SimRank
 from slagate.workers.sim.request import ApiTraits
-from slagate.workers.sim.sequence import EngineLimits
+from slagate.workers.sim.sequence import EngineLimits, KvLayout
 from slagate.workers.sim.stats import BlockPools, StatsQueue
 from slagate.workers.sim.timing import EngineTiming
+
+MODEL_KV_DTYPE = "bfloat16"
+"""The KV type of the simulated models, which `auto` stands for."""
 
 # The share of free GPU memory at which a profile's KV capacity was measured: TensorRT-LLM's default.
 _PROFILE_MEMORY_RATIO = 0.9
@@ -30,7 +33,6 @@ def build_engine(
         raise ValueError("cache_transceiver_config needs a transport in the settings")
     if settings.tokens_per_step > 1 and args.speculative_config is None:
         raise ValueError("tokens_per_step over 1 needs a speculative_config")
-    n_ranks = args.attention_dp_size
     limits = EngineLimits(
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,
@@ -41,15 +43,16 @@ def build_engine(
         # Of 0 tokens, a buffer is made for each prompt.
         max_tokens_in_buffer=(transceiver and transceiver.max_tokens_in_buffer) or None,
         tokens_per_step=settings.tokens_per_step,
+        kv_layout=kv_layout(args, settings, version=traits.version),
     )
     # With attention DP one buffer takes the events of all ranks, and is as many times as large.
-    events = KvEventQueue(config.event_buffer_max_size * n_ranks)
+    events = KvEventQueue(config.event_buffer_max_size * args.attention_dp_size)
     ranks = _ranks(
         args, settings, traits=traits, limits=limits, events=events, max_seq_len=max_seq_len
     )
     timeout_ms = None if transceiver is None else transceiver.kv_transfer_timeout_ms
-    # Versions that do not let it be chosen have the default.
-    max_stats_len = getattr(args, "max_stats_len", 1000)
+    # As many iterations, each with a row a rank; versions that do not let it be chosen have the default.
+    max_records = getattr(args, "max_stats_len", 1000) * args.attention_dp_size
     return SimEngine(
         limits,
         timing=EngineTiming(
@@ -67,10 +70,9 @@ def build_engine(
                 primary=ranks[0].cache.total_blocks,
                 secondary=next(iter(ranks[0].cache.lower_blocks), 0),
                 windows=attention_windows(args, max_seq_len),
-                has_groups=uses_cache_v2(args, settings),
+                has_groups=limits.kv_layout.manager == "V2",
             ),
-            # As many iterations as that, each with a row a rank.
-            max_records=max_stats_len * n_ranks if args.enable_iter_perf_stats else 0,
+            max_records=max_records if args.enable_iter_perf_stats else 0,
         ),
         transport=settings.transport if args.has_transceiver else None,
         # Without a limit TensorRT-LLM keeps a handoff until it is fetched.
@@ -137,6 +139,24 @@ def uses_cache_v2(args: TorchLlmArgs, settings: SimSettings) -> bool:
     if setting and not moves_v2:
         raise RuntimeError("the C++ cache transceiver does not support the V2 KV cache manager")
     return bool(setting)
+
+
+def kv_layout(args: TorchLlmArgs, settings: SimSettings, *, version: str) -> KvLayout:
+    """How the engine's KV cache lies and moves.
+
+    DEFAULT is UCX in 1.1 and NIXL since (kv_cache_transceiver.py id 616290201).
+    """
+    transceiver, dtype = args.cache_transceiver_config, args.kv_cache_config.dtype
+    backend = None if transceiver is None else transceiver.backend
+    runtime = getattr(transceiver, "transceiver_runtime", None)
+    return KvLayout(
+        backend=("UCX" if version == "1.1" else "NIXL")
+        if backend in (None, "DEFAULT")
+        else backend,
+        runtime="PYTHON" if runtime == "PYTHON" else "CPP",
+        dtype=MODEL_KV_DTYPE if dtype == "auto" else dtype,
+        manager="V2" if uses_cache_v2(args, settings) else "V1",
+    )
 
 
 def event_hash_algo(config: KvCacheConfig, *, is_v2: bool) -> str:

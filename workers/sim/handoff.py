@@ -27,7 +27,7 @@ from slagate.workers.sim.kv_cache.blocks import (
     verify,
 )
 from slagate.workers.sim.request import DisaggregatedParams12, changed_params
-from slagate.workers.sim.sequence import EngineLimits, SimSequence
+from slagate.workers.sim.sequence import EngineLimits, KvLayout, SimSequence
 from slagate.workers.sim.timing import EngineTiming
 
 # Ids of ordinary requests stay below this, so the two kinds can never be confused (TensorRT-LLM's rule).
@@ -73,16 +73,17 @@ class OpaqueState(NamedTuple):
     block_tokens: int
     first_token: int
     last_state: bytes  # Of the prompt's last block, so of the whole prompt.
+    layout: KvLayout
     descriptor: bytes
 
 
 _OPAQUE = struct.Struct(f"<4sQIII{STATE_BYTES}sB")
-_OPAQUE_MAGIC = b"SOS2"
+_OPAQUE_MAGIC = b"SOS3"
 
 
 def _pack(state: OpaqueState) -> bytes:
-    name = state.transport.encode("ascii")
-    return _OPAQUE.pack(_OPAQUE_MAGIC, *state[1:6], len(name)) + name + state.descriptor
+    names = " ".join((state.transport, *state.layout)).encode("ascii")
+    return _OPAQUE.pack(_OPAQUE_MAGIC, *state[1:6], len(names)) + names + state.descriptor
 
 
 def is_well_formed(raw: bytes) -> bool:
@@ -97,13 +98,17 @@ def _unpack(raw: bytes) -> OpaqueState:
         _OPAQUE.unpack_from(raw)
     )
     rest = raw[_OPAQUE.size :]
+    transport, *layout = rest[:n_name].decode("ascii", "replace").split(" ")
+    if len(layout) != len(KvLayout._fields):
+        raise KvBadDescriptor("opaque_state does not say how the KV cache lies")
     return OpaqueState(
-        transport=rest[:n_name].decode("ascii", "replace"),
+        transport=transport,
         ctx_request_id=ctx_request_id,
         prompt_tokens=prompt_tokens,
         block_tokens=block_tokens,
         first_token=first_token,
         last_state=last_state,
+        layout=KvLayout(*layout),
         descriptor=rest[n_name:],
     )
 
@@ -173,6 +178,7 @@ class ParkedSessions:
             block_tokens=self._limits.block_tokens,
             first_token=first_token,
             last_state=sequence.prompt.states[-1],
+            layout=self._limits.kv_layout,
             descriptor=self._transport.export(
                 session_id, block_contents(sequence.prompt.states, self._limits.kv_block_bytes)
             ),
@@ -350,6 +356,10 @@ class Pulls:
             problem = f"prefill used {opaque.transport}, this worker uses {self._transport.name}"
         elif opaque.block_tokens != block_tokens:
             problem = f"prefill has {opaque.block_tokens} tokens per block, here {block_tokens}"
+        elif opaque.layout != self._limits.kv_layout:
+            problem = (
+                f"prefill has {' '.join(opaque.layout)}, here {' '.join(self._limits.kv_layout)}"
+            )
         elif opaque.prompt_tokens != sequence.n_prompt:
             problem = f"it is of {opaque.prompt_tokens} prompt tokens, not {sequence.n_prompt}"
         elif params.ctx_request_id not in (None, opaque.ctx_request_id):

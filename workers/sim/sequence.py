@@ -23,6 +23,20 @@ _OTHER_LOGIT = -10.0
 """The logit of every token but the one that the context gives, which has 0."""
 
 
+class KvLayout(NamedTuple):
+    """What a transceiver must find on the other side as on its own, beside the size of a block.
+
+    The C++ transceiver refuses another type itself (cacheFormatter.cpp id 52388011155 `inquireSupport`),
+    the Python one another size of an element (peer.py id 36372961593); neither understands what the other
+    one, another back-end or another cache manager sends.
+    """
+
+    backend: str  # NIXL, UCX, MOONCAKE or MPI
+    runtime: str  # CPP or PYTHON
+    dtype: str
+    manager: str  # V1 or V2
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """The bounds of one rank's iteration, and the sizes that all workers of a model must agree on.
@@ -38,6 +52,7 @@ class EngineLimits:
     block_tokens: int
     vocab_size: int
     kv_block_bytes: int
+    kv_layout: KvLayout
     chunked_prefill: bool = True
     max_tokens_in_buffer: int | None = None
     tokens_per_step: int = 1

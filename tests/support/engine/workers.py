@@ -95,13 +95,16 @@ async def engine_worker(
         ),
         **given,
     )
+    named = given.get("cache_transceiver_config", {}).get("backend", "DEFAULT")
+    # The transport stands for what the engine takes by itself.
+    backend = "" if transport is None else transport.name if named == "DEFAULT" else named
     identity = WorkerIdentity(
         role=ROLES[role],
         model=MODEL,
         instance_id=f"test-{role}",
         engine_version=version,
-        transfer_backend="" if transport is None else transport.name,
-        kv_transport="" if transport is None else transport.name,
+        transfer_backend=backend,
+        kv_transport=backend,
         tensor_parallel_size=ranks,
         end_id=end_id,
         engine_knows_end=engine_knows_end,

@@ -108,13 +108,14 @@ async def running(
     losses: float = 0.0,
     settings: Settings | None = None,
     connect_to: Callable[[str, TrtllmWorker], AbstractAsyncContextManager[Worker]] | None = None,
+    make: Callable[[str, str], AbstractAsyncContextManager[TrtllmWorker]] | None = None,
     **options: float,
 ) -> AsyncIterator[Fleet]:
     """A gateway over this many workers a stage, `latency_s` away, all ready.
 
     Workers refuse the share `refusals` of their calls, as a dying or a full one would; of the rest they
     lose the share `losses` midway, and fall silent in half of those. With `connect_to` the way to them is
-    another one. `options` are `SimOptions`.
+    another one. `options` are `SimOptions`, unless `make` makes the worker of a stage at an address.
     """
     luck = random.Random(seed)
 
@@ -131,7 +132,8 @@ async def running(
         for stage, count in stages.items():
             pools[stage] = {f"{stage}-pool": [f"{stage}:{i + 1}" for i in range(count)]}
             for address in pools[stage][f"{stage}-pool"]:
-                worker = await stack.enter_async_context(sim(stage, served=False, **options))
+                made = sim(stage, served=False, **options) if make is None else make(stage, address)
+                worker = await stack.enter_async_context(made)
                 assert isinstance(worker, TrtllmWorker)
                 workers[address] = worker
 

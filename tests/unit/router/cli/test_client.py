@@ -103,6 +103,7 @@ def test_json_has_proto_names_zeros_and_plain_numbers(capsys: pytest.CaptureFixt
         "index": 0,
         "workers": 0,
         "workers_draining": 0,
+        "workers_unpaired": 0,
         "workers_ready": 0,
         "inflight": 0,
         "queued_tokens": 2**40,

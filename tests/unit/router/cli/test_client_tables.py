@@ -147,6 +147,7 @@ def test_workers_show_their_events_and_what_came_of_predictions(
                 workers=3,
                 workers_ready=2,
                 workers_draining=1,
+                workers_unpaired=2,
             )
         ],
         policy="prefix",
@@ -161,17 +162,20 @@ def test_workers_show_their_events_and_what_came_of_predictions(
         bypass="off",
     )
     silent = gw.WorkerStatus(worker="v:1", pool="p", state="not_ready", reason="gone")
-    print_pools(pools, gw.ListWorkersResponse(workers=[worker, silent]))
+    lonely = gw.WorkerStatus(worker="u:1", pool="p", state="ready", pair_problem="fits none")
+    print_pools(pools, gw.ListWorkersResponse(workers=[worker, silent, lonely]))
     out = capsys.readouterr().out
     assert "policy prefix; a stage may try 3 workers; 4 requests wait" in out
     assert "warning: old key" in out
     assert "configuration 5f0c, in force for 4,321 s\n" in out
     assert "admission on (the fleet file says shadow), spill any, bypass off\n" in out
-    (_, pool, header, first, second) = rows(out)
-    assert (pool[0], pool[4], pool[5], pool[6]) == ("p", "13%", "-", "2/3 (+1 draining)")
+    (_, pool, header, first, second, third) = rows(out)
+    ready = "2/3 (+1 draining), 2 without a partner"
+    assert (pool[0], pool[4], pool[5], pool[6]) == ("p", "13%", "-", ready)
     assert header[4:6] == ["KV events", "cached (predicted)"]
     assert first[4:6] == ["none (it has no such RPC)", "1,200 (1,000)"]
     assert (second[2], second[4], second[5]) == ("not_ready (gone)", "-", "-")
+    assert third[2] == "ready (fits none)"
 
 
 def test_piped_output_is_wide_enough_for_every_figure_unless_columns_are_asked_for(

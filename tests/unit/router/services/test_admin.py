@@ -142,6 +142,22 @@ def test_list_workers_shows_leases_and_the_age_of_the_last_report() -> None:
     )
 
 
+def test_workers_that_fit_none_of_the_other_stage_are_counted_and_told_why() -> None:
+    of = fleet()
+    for member in of.members():
+        transport = "UCX" if member.address == "p2:1" else "NIXL"
+        connector = oe.KvConnectorInfo(transfer_backend=transport)
+        member.set_server_info(oe.ServerInfo(kv_connector=connector))
+    pools = run(admin(of).ListPools, gw.ListPoolsRequest(), Context()).pools
+    assert {pool.name: pool.workers_unpaired for pool in pools} == {"prefill": 1, "decode": 0}
+    workers = run(admin(of).ListWorkers, gw.ListWorkersRequest(), Context()).workers
+    found = {each.worker: (each.pairs_with, each.pair_problem) for each in workers}
+    why = "fits no decode worker that is ready: KV transport is ucx on prefill and nixl on decode"
+    assert found == {"p1:1": (2, ""), "p2:1": (0, why), "d1:1": (1, ""), "d2:1": (1, "")}
+    (agg, _) = run(admin(fleet("agg")).ListWorkers, gw.ListWorkersRequest(), Context()).workers
+    assert not agg.HasField("pairs_with")
+
+
 def test_list_pools_says_how_often_a_pool_stood_in_for_another() -> None:
     of = fleet("agg")
     for _ in range(2):
