@@ -34,9 +34,9 @@ def key_of(row: Row) -> RowKey:
 class OutFile:
     """Rows on disk, each of them as soon as it is there: those of `keys` in that order, then others.
 
-    `setup` is what all rows have in common. Rows that the file has already are kept if theirs is the same;
-    those of a policy with other `parameters` than now are dropped. Raises `UsageError` for a file of
-    another set-up, or one that cannot be read.
+    `setup` is what all rows have in common, `traces` has a digest of each trace. Rows that the file has
+    already are kept if theirs are the same; those of a policy with other `parameters` than now are dropped.
+    Raises `UsageError` for a file of another set-up, or one that cannot be read.
     """
 
     def __init__(
@@ -46,11 +46,13 @@ class OutFile:
         *,
         setup: Mapping[str, Any],
         parameters: Mapping[str, Mapping[str, Any]],
+        traces: Mapping[str, str],
     ) -> None:
         self._path = path
         self._keys = keys
         self._setup = setup
         self._parameters = parameters
+        self._traces = dict(traces)
         self._rows: dict[RowKey, Row] = {}
         if path.exists():
             self._read()
@@ -74,7 +76,7 @@ class OutFile:
         os.replace(draft, self._path)
 
     def _text(self) -> Iterator[str]:
-        yield f'{{"setup": {json.dumps(self._setup)},\n"rows": [\n'
+        yield f'{{"setup": {json.dumps(self._setup)},\n"traces": {json.dumps(self._traces)},\n"rows": [\n'
         others = [row for key, row in self._rows.items() if key not in set(self._keys)]
         yield ",\n".join(json.dumps(row) for row in [*self.rows, *others])
         yield "\n]}\n"
@@ -82,17 +84,20 @@ class OutFile:
     def _read(self) -> None:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
-            setup = dict(content["setup"])
-            rows = {key_of(row): (row, row["parameters"]) for row in content["rows"]}
+            setup, traces = dict(content["setup"]), dict(content.get("traces", {}))
+            self._rows = {
+                key_of(row): row
+                for row in content["rows"]
+                if row["parameters"] == self._parameters.get(row["policy"], {})
+            }
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(f"--out {self._path}: is no file of rows: {error}") from error
         wanted = json.loads(json.dumps(self._setup))
         changed = sorted(name for name in wanted if setup.get(name) != wanted[name])
+        self._traces = traces | self._traces
+        changed += [f"trace {name}" for name in traces if traces[name] != self._traces[name]]
         if changed:
             raise UsageError(
                 f"--out {self._path}: has rows of another set-up ({', '.join(changed)}):"
                 " name another file, or remove it"
             )
-        for key, (row, parameters) in rows.items():
-            if parameters == self._parameters.get(key.policy, {}):
-                self._rows[key] = row

@@ -94,13 +94,15 @@ def run_sweep(
 ) -> Iterator[Row]:
     """Play what `out` has no row of yet; yields each row once it is written.
 
-    `on_progress` gets how many requests have ended, and how many there are in all; what a search needs is
-    guessed. Raises `KeyboardInterrupt` at Ctrl-C and `JobFailed`; `out` has what was done until then.
+    `on_progress` gets how many requests have ended, and how many there are in all: for a search that is
+    guessed, and for an oracle 0. Raises `KeyboardInterrupt` at Ctrl-C and `JobFailed`; `out` has what was
+    done until then.
     """
     keys = missing(suite, out)
     # The long ones first, so that no core is left over with one at the end.
     jobs = [Job(suite, key) for key in sorted(keys, key=lambda key: key.load or 0.0, reverse=True)]
-    total = sum(suite.requests * _plays(key) for key in keys)
+    n_plays = [key.policy != ORACLE if key.load is not None else 8 for key in keys]
+    total = suite.requests * sum(n_plays)
     schedules: dict[RowKey, Row] = {}
     done = run_jobs(
         jobs,
@@ -116,11 +118,10 @@ def run_sweep(
             yield row
         for key in list(schedules):
             beside = [out[each] for each in _beside(suite, key) if each in out]
-            if len(beside) < len(suite.policies):
-                continue
-            bound = bounded(schedules.pop(key), beside)
-            out.put(key, bound)
-            yield bound
+            if len(beside) == len(suite.policies):
+                bound = bounded(schedules.pop(key), beside)
+                out.put(key, bound)
+                yield bound
 
 
 def tuned(
@@ -160,13 +161,6 @@ def tuned(
     ]
 
 
-def _plays(key: RowKey) -> int:
-    """How often a job plays the trace; an oracle's schedule takes next to no time."""
-    if key.policy == ORACLE:
-        return 0
-    return 1 if key.load is not None else 8
-
-
 def _beside(suite: Suite, key: RowKey) -> list[RowKey]:
     return [key._replace(policy=policy) for policy in suite.policies]
 
@@ -187,13 +181,10 @@ def do_job(job: Job, count: Callable[[], None]) -> Row:
     fleet = load_fleet(path, ranks=suite.ranks, classes=suite.classes)
     rows = read_rows(_path(suite.traces, key.trace), skip=suite.skip, n_rows=suite.requests)
     run = _Run(suite, fleet, rows, key, count)
-    if key.policy == ORACLE:
-        assert key.load is not None
-        found = run.schedule(key.load)
-    elif key.load is None:
+    if key.load is None:
         found = run.search()
     else:
-        found = run.figures(key.load)
+        found = run.schedule(key.load) if key.policy == ORACLE else run.figures(key.load)
     return found | {"wall_s": round(monotonic_s() - began_s, 3)}
 
 
@@ -252,9 +243,7 @@ class _Run(NamedTuple):
             return met is not None and met >= self.suite.find_rate
 
         low, high = highest_load(holds)
-        if low == 0.0:
-            return tried[high] | {"load": 0.0}
-        return tried[low]
+        return tried[low] if low else tried[high] | {"load": 0.0}
 
     def schedule(self, load: float) -> Row:
         """The oracle's schedule, with the figures that a schedule has."""

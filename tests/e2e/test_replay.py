@@ -42,7 +42,7 @@ def test_an_interrupted_run_goes_on(typed: list[str], tmp_path: Path) -> None:
                 break
         child.send_signal(signal.SIGINT)
         assert child.wait(HANG_S) == 130
-        assert "is there, run it again" in child.stderr.read() or out.exists()
+        assert "rows; run it again" in child.stderr.read() or out.exists()
     n_rows = len(json.loads(out.read_text())["rows"])
     assert 1 <= n_rows < 6
     done = run_here(*typed, "--load", "2,1", "--plot", str(plot))

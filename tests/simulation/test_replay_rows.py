@@ -69,7 +69,7 @@ def test_an_oracle_of_fewer_policies_is_made_again(
 ) -> None:
     of = suite(policies=("prefix", "mooncake"))
     prefix, mooncake, oracle = keys_of(of)
-    out = OutFile(tmp_path / "rows.json", keys_of(of), setup={}, parameters={})
+    out = OutFile(tmp_path / "rows.json", keys_of(of), setup={}, parameters={}, traces={})
     assert missing(of, out) == [prefix, mooncake, oracle]
     for key in (prefix, oracle):
         out.put(key, {"both_met": 0.5})

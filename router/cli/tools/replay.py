@@ -28,7 +28,7 @@ from slagate.router.replay.out import OutFile, Row
 from slagate.router.replay.plot import write_plots
 from slagate.router.replay.suite import Suite, load_suite, parse_suite
 from slagate.router.replay.sweep import keys_of, missing, run_sweep, setup_of, tuned
-from slagate.router.replay.trace import read_rows
+from slagate.router.replay.trace import digest, read_rows
 from slagate.router.replay.tune import best_first, points_table, write_parameters
 from slagate.router.tables import print_table, stdout_console
 from slagate.workers.runtime.usage import UsageError
@@ -80,10 +80,9 @@ def replay(
     """Play a trace against a simulated fleet, by our policies and others, and count who met the targets."""
     with ending_on_usage_error():
         check_writable("--out", out)
-        kind = None
         if plot is not None:
             check_writable("--plot", plot)
-            kind = kind_of(plot)
+            kind_of(plot)  # so that another ending is told before the runs
         if suite is not None:
             for option in _OF_A_SUITE:
                 if (by := ctx.get_parameter_source(option)) and by.name == "COMMANDLINE":
@@ -110,19 +109,22 @@ def replay(
                 },
                 source="slagate replay",
             )
+        digests = {}
         for path in plan.traces:
-            read_rows(path, skip=plan.skip, n_rows=plan.requests, note=errors.print)
+            read = read_rows(path, skip=plan.skip, n_rows=plan.requests, note=errors.print)
+            digests[Path(path).stem] = digest(read)
         if tune is not None:
             raise typer.Exit(_tune(plan, tune, suite, processes or os.cpu_count() or 1))
-        file = OutFile(out, keys_of(plan), setup=setup_of(plan), parameters=plan.parameters)
+        setup, parameters = setup_of(plan), plan.parameters
+        file = OutFile(out, keys_of(plan), setup=setup, parameters=parameters, traces=digests)
         status = _run(plan, file, processes or os.cpu_count() or 1)
     rows = file.rows
     if rows:
         print_table(stdout_console(), _table(rows), n_keys=4)
-    if plot is not None and kind is not None and rows:
+    if plot is not None and rows:
         targets = {each.name: (each.ttft_ms, each.itl_ms) for each in plan.classes}
         with ending_on_usage_error():
-            for written in write_plots(rows, targets, plot, kind):
+            for written in write_plots(rows, targets, plot, kind_of(plot)):
                 errors.print(f"slagate: wrote {written}")
     raise typer.Exit(status)
 
@@ -145,9 +147,7 @@ def _run(plan: Suite, file: OutFile, n_processes: int) -> int:
             for row in run_sweep(plan, file, n_processes=n_processes, on_progress=on_progress):
                 note(row)
     except KeyboardInterrupt:
-        errors.print(
-            f"slagate: interrupted; {len(file.rows)} rows are there, run it again to go on"
-        )
+        errors.print(f"slagate: interrupted at {len(file.rows)} rows; run it again to go on")
         return INTERRUPTED
     except JobFailed as error:
         errors.print(f"slagate: {error}")

@@ -14,7 +14,8 @@ KEYS = [RowKey("t", "f", policy, load, 1) for policy in ("x", "y") for load in (
 
 
 def opened(path: Path, keys: list[RowKey] = KEYS, **changed: Any) -> OutFile:
-    return OutFile(path, keys, **({"setup": SETUP, "parameters": {}} | changed))
+    given: dict[str, Any] = {"setup": SETUP, "parameters": {}, "traces": {"t": "7f"}}
+    return OutFile(path, keys, **(given | changed))
 
 
 def row(key: RowKey, **more: Any) -> Row:
@@ -27,7 +28,7 @@ def test_rows_are_in_the_order_of_the_keys_however_they_come(tmp_path: Path) -> 
     for key in reversed(KEYS):
         file.put(key, row(key))
     content = json.loads(path.read_text())
-    assert content == {"setup": SETUP, "rows": [row(key) for key in KEYS]}
+    assert content == {"setup": SETUP, "traces": {"t": "7f"}, "rows": [row(key) for key in KEYS]}
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
 
 
@@ -75,6 +76,23 @@ def test_rows_of_another_set_up_are_refused(tmp_path: Path) -> None:
     opened(path).put(KEYS[0], row(KEYS[0]))
     with pytest.raises(UsageError, match=r"rows of another set-up \(requests\)"):
         opened(path, setup=SETUP | {"requests": 4})
+
+
+def test_another_trace_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    opened(path).put(KEYS[0], row(KEYS[0]))
+    with pytest.raises(UsageError, match=r"rows of another set-up \(trace t\)"):
+        opened(path, traces={"t": "8e"})
+
+
+def test_rows_of_other_traces_stay_and_are_known_again(tmp_path: Path) -> None:
+    path, other = tmp_path / "rows.json", KEYS[0]._replace(trace="u")
+    opened(path).put(KEYS[0], row(KEYS[0]))
+    opened(path, [other], traces={"u": "1"}).put(other, row(other))
+    assert KEYS[0] in opened(path)
+    for traces in ({"t": "8e"}, {"u": "2"}):
+        with pytest.raises(UsageError, match="rows of another set-up"):
+            opened(path, traces=traces)
 
 
 WITHOUT_PARAMETERS = dict.fromkeys((*RowKey._fields, "both_met"), 0)

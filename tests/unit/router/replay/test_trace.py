@@ -19,6 +19,7 @@ from slagate.router.replay.trace import (
     TraceRow,
     arrival_s,
     count_rows,
+    digest,
     read_rows,
 )
 
@@ -341,3 +342,11 @@ def test_a_request_that_was_wrong_is_left_out(reader: Reader) -> None:
 )  # fmt: skip
 def test_bad_receipts_are_named_by_line_and_field(reader: Reader, line: str, problem: str) -> None:
     assert reader.refused(f"{CONFIG}\n{line}\n") == f"FILE:2: {problem}"
+
+
+def test_a_digest_tells_rows_from_any_others() -> None:
+    row = TraceRow(0, 0.5, 600, 3, (7, 8))
+    others = [row._replace(time_s=0.25), row._replace(hash_ids=(7, 9)), row._replace(osl_tokens=4)]
+    digests = {digest([each]) for each in (row, *others)} | {digest([]), digest([row, row])}
+    assert len(digests) == 6
+    assert digest([row._replace()]) in digests
