@@ -170,7 +170,8 @@ def choose(
     """
     choices = tuple(
         [
-            choose_stage(stage, ask, grid, pools, rng=rng, config=config)
+            # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
+            _chosen(stage, ask, grid, pools, draw=rng.random(), config=config)
             for stage, grid in stages.items()
         ]
     )
@@ -184,13 +185,20 @@ def _go_together(ask: RoutingRequest, choices: tuple[StageChoice, ...]) -> bool:
 
     For a stage that has none: whether that has nothing to do with the workers of the other stage.
     """
-    if ask.partner is None and len(choices) != 2:
-        return True
+    if ask.partner is None:
+        if len(choices) != 2:
+            return True
+        prefill, decode = choices
+        if prefill.row is not None and decode.row is not None:
+            # Most often all workers say the same.
+            keys = prefill.scored[-1].pool.rows.pairs.keys
+            if len(keys) == 1 and keys == decode.scored[-1].pool.rows.pairs.keys:
+                return True
     first, last = choices[0].pair_keys, choices[-1].pair_keys
     if ask.partner is not None:
         is_prefill = choices[0].stage is Stage.PREFILL
         first, last = (first, (ask.partner,)) if is_prefill else ((ask.partner,), last)
-    return (len(first) == 1 and first == last) or all_fit(first, last)
+    return all_fit(first, last)
 
 
 def _as_pair(
@@ -251,7 +259,6 @@ def choose_stage(
 
     With `pairing` only rows that fit what the other stage has may be chosen.
     """
-    # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
     return _chosen(stage, ask, grid, pools, draw=rng.random(), config=config, pairing=pairing)
 
 
@@ -263,7 +270,7 @@ def _chosen(
     *,
     draw: float,
     config: gw.GatewayConfig,
-    pairing: Pairing | None,
+    pairing: Pairing | None = None,
 ) -> StageChoice:
     sla, isl_tokens = ask.sla, ask.isl_tokens
     values = {

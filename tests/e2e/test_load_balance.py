@@ -1,10 +1,23 @@
-"""Load is counted when a worker is chosen, on every path, and is gone when the requests are."""
+"""Load is counted when a worker is chosen, on every path, and is gone when the requests are.
+
+And prefill and decode workers are chosen as pairs that can hand over.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from support.engine.tokens import expected, prompt
 from support.gateway.foreign_client import Client, endless, read_tokens, request
-from support.gateway.processes import Cluster, eventually
+from support.gateway.processes import (
+    Cluster,
+    eventually,
+    fleet_config,
+    gateway,
+    running,
+    worker_arguments,
+)
 from support.gateway.receipts import ASK, receipt_of
 
 N_REQUESTS = 100
@@ -65,3 +78,53 @@ def test_a_receipt_says_what_happened(either: Cluster, client: Client) -> None:
 def test_without_asking_there_is_no_receipt(client: Client, asked: list[tuple[str, str]]) -> None:
     answer = client.generate(request(prompt(10), 2), asked)
     assert "slagate-receipt-bin" not in answer.trailers
+
+
+def test_requests_complete_on_pairs_that_fit_and_a_worker_without_one_is_told(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        workers = {
+            (role, transport): stack.enter_context(
+                running(
+                    f"{role}-{transport}",
+                    worker_arguments(role, "--transport", transport),
+                    tmp_path,
+                )
+            )
+            for role in ("prefill", "decode")
+            for transport in ("nixl", "shm")
+        }
+        addresses = {
+            role: [workers[role, transport].address for transport in ("nixl", "shm")]
+            for role in ("prefill", "decode")
+        }
+        pools = {role: (role, found) for role, found in addresses.items()}
+        served = stack.enter_context(gateway(tmp_path, fleet_config(pools)))
+        client = stack.enter_context(Client(served.address))
+        eventually(
+            lambda: [each.pairs_with for each in served.workers()] == [1, 1, 1, 1],
+            "each worker has one partner",
+        )
+
+        def served_by(seed: int) -> tuple[str, ...]:
+            answer = client.generate(request(prompt(60, seed=seed), 4), ASK)
+            assert answer.tokens == expected(prompt(60, seed=seed), 4)
+            attempts = receipt_of(answer).attempts
+            assert [attempt.status for attempt in attempts] == ["OK", "OK"]
+            return tuple(attempt.worker for attempt in attempts)
+
+        pairs = {served_by(seed) for seed in range(12)}
+        nixl, shm = zip(*addresses.values(), strict=True)
+        assert pairs == {nixl, shm}
+
+        workers["decode", "shm"].kill()
+        eventually(
+            lambda: [pool.workers_unpaired for pool in served.pools()] == [1, 0],
+            "the other half is without a partner",
+        )
+        (lonely,) = [each for each in served.workers() if each.pair_problem]
+        assert lonely.worker == shm[0]
+        assert "KV transport is shm on prefill and nixl on decode" in lonely.pair_problem
+        assert {served_by(seed) for seed in range(12, 18)} == {nixl}
+        assert served.is_ready()

@@ -91,7 +91,7 @@ def _pair_fields(engine: Engine, identity: WorkerIdentity, handoffs: Handoffs) -
     cache = setting(engine.llm.args, "kv_cache_config")
     manager = setting(cache, "use_kv_cache_manager_v2")
     known: dict[str, Any] = {
-        "slagate_kv_dtype": dtype if isinstance(dtype := setting(cache, "dtype"), str) else None,
+        "slagate_kv_dtype": kv_dtype(engine.llm.args),
         # A version without the argument has the V1 manager only.
         "slagate_kv_cache_manager": "auto" if manager == "auto" else "v2" if manager else "v1",
     }
@@ -109,6 +109,20 @@ def _pair_fields(engine: Engine, identity: WorkerIdentity, handoffs: Handoffs) -
     if identity.role == oe.ENGINE_ROLE_DECODE:
         known |= {"slagate_repeats_first_token": True, "slagate_takes_whole_requests": False}
     return {name: value for name, value in known.items() if value is not None}
+
+
+def kv_dtype(args: Any) -> str | None:
+    """The type of an engine's KV cache, of its arguments; `auto` is the model's own, None not known.
+
+    What the checkpoint says of its quantisation the engine has put into its arguments, where `auto` leaves
+    the type to it (test_llm_api_pytorch.py id 4431849827, model_loader.py id 3418473958
+    `validate_and_set_kv_cache_quant`).
+    """
+    dtype = setting(setting(args, "kv_cache_config"), "dtype")
+    of_checkpoint = setting(setting(args, "quant_config"), "kv_cache_quant_algo")
+    if dtype == "auto" and isinstance(of_checkpoint, str):
+        return str(getattr(of_checkpoint, "value", of_checkpoint)).lower()
+    return dtype if isinstance(dtype, str) else None
 
 
 def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:

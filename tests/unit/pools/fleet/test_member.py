@@ -4,9 +4,10 @@ from typing import Any
 import pytest
 
 from slagate.pools.fleet.health import FAILURES_TO_LEAVE
-from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.member import Member, pair_of
 from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import UNLIMITED, LoadTable, State, Work
 from slagate.proto import openengine_pb2 as oe
@@ -256,3 +257,45 @@ def test_limits_are_those_of_the_file_then_what_the_engine_runs_at_once() -> Non
         assert row.capacity_tokens == 32_000
     of.members["w:1"].set_server_info(told(2, takes_rank=True, capacity=capacity))
     assert of.snapshot().view(1).capacity_tokens == 16_000
+
+
+def told_of_pair(**keys: Any) -> oe.ServerInfo:
+    info = oe.ServerInfo(
+        kv_connector=oe.KvConnectorInfo(transfer_backend="DEFAULT"),
+        capacity=oe.DeploymentCapacity(kv_block_size=64),
+    )
+    info.extra.update(keys)
+    return info
+
+
+def test_a_worker_says_of_its_handoffs_what_its_server_info_has() -> None:
+    info = told_of_pair(
+        slagate_kv_transport="NIXL",
+        slagate_kv_transport_library="UCX",
+        slagate_transceiver_runtime="cpp",
+        slagate_kv_dtype="FP8",
+        slagate_kv_cache_manager="v1",
+        slagate_handoff_key="0123456789abcdef",
+    )
+    assert pair_of(info) == ("nixl", "ucx", "cpp", "fp8", "v1", 64, "0123456789abcdef")
+    assert pair_of(told_of_pair()) == PairKey(transport="auto", block_tokens=64)
+    assert pair_of(oe.ServerInfo()) == ANY_PAIR
+    odd = told_of_pair(
+        slagate_kv_dtype=8, slagate_kv_cache_manager=None, slagate_handoff_key="x" * 99
+    )
+    assert pair_of(odd) == PairKey(transport="auto", block_tokens=64, handoff_key="x" * 40)
+
+
+def test_a_worker_that_restarts_with_other_settings_pairs_by_them_and_one_that_left_by_none() -> (
+    None
+):
+    of = pool("w:1", "v:1", stage=Stage.DECODE)
+    one, other = of.members.values()
+    one.set_server_info(told_of_pair(slagate_kv_dtype="fp8"))
+    assert of.snapshot().rows.pairs.keys == (one.pair, ANY_PAIR)
+    one.set_server_info(told_of_pair(slagate_kv_dtype="bf16"))
+    other.set_server_info(told_of_pair(slagate_kv_dtype="bf16"))
+    pairs = of.snapshot().rows.pairs
+    assert (pairs.keys, pairs.ids.tolist()) == ((other.pair,), [0, 0])
+    of.drain("w:1")
+    assert of.snapshot().rows.pairs.keys == (ANY_PAIR, other.pair)

@@ -18,7 +18,7 @@ from slagate.workers.sim import request as sim_request
 from slagate.workers.sim.request import EngineDeadError, RequestError
 from slagate.workers.trtllm import running as trtllm_running
 from slagate.workers.trtllm.handoffs import Handoffs
-from slagate.workers.trtllm.server_info import WorkerIdentity
+from slagate.workers.trtllm.server_info import WorkerIdentity, kv_dtype
 from slagate.workers.trtllm.worker import TrtllmWorker
 from support.builders import MODEL, request
 from support.engine.result import Result
@@ -548,3 +548,23 @@ def test_w10_an_assertion_about_an_answer_is_that_requests_error_and_ends_it_in_
 
     result = Asserting(tokens=[3], finish_reason=None)
     play(scenario, OldEngine(result))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_checkpoint", "said"),
+    [
+        ("fp8", None, "fp8"),
+        ("auto", None, "auto"),
+        ("auto", "FP8", "fp8"),
+        ("nvfp4", "FP8", "nvfp4"),
+        (None, "FP8", None),
+    ],
+)
+def test_the_kv_type_is_what_the_engine_makes_of_auto(
+    dtype: str | None, of_checkpoint: str | None, said: str | None
+) -> None:
+    args = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(dtype=dtype),
+        quant_config=SimpleNamespace(kv_cache_quant_algo=of_checkpoint),
+    )
+    assert kv_dtype(args) == said
