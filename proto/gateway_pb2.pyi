@@ -144,6 +144,12 @@ class Candidate(google.protobuf.message.Message):
     HOST_TOKENS_FIELD_NUMBER: builtins.int
     ROW_FIELD_NUMBER: builtins.int
     PAIR_FIELD_NUMBER: builtins.int
+    PACE_FIELD_NUMBER: builtins.int
+    JOIN_TOKENS_FIELD_NUMBER: builtins.int
+    JOIN_SLACK_S_FIELD_NUMBER: builtins.int
+    JOIN_QUIET_S_FIELD_NUMBER: builtins.int
+    ITL_LIMIT_S_FIELD_NUMBER: builtins.int
+    STALL_ROOM_S_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """address"""
     pool: builtins.str
@@ -160,7 +166,7 @@ class Candidate(google.protobuf.message.Message):
     excluded: builtins.str
     """why it could not be chosen; empty: it could"""
     queued_s: builtins.float
-    """queued_tokens as seconds of prefill, before the pool's coefficients"""
+    """of prefill work queued and not done, before pace and coefficients"""
     context_tokens: builtins.int
     """prompt tokens of the requests it decodes"""
     suspect: builtins.bool
@@ -193,6 +199,18 @@ class Candidate(google.protobuf.message.Message):
     """its number in the pool: what the draw counts by"""
     pair: builtins.int
     """where the choice has a pairing: the worker's place in Pairing.keys"""
+    pace: builtins.float
+    """the seconds that it takes for one that its pool's estimator predicts"""
+    join_tokens: builtins.int
+    """prompt tokens that the last step of its queue has room for"""
+    join_slack_s: builtins.float
+    """by which that step may grow before a prompt is late; absent: any"""
+    join_quiet_s: builtins.float
+    """by which it may grow before a prompt is delayed much; absent: any"""
+    itl_limit_s: builtins.float
+    """least ITL promised to a request there; absent: none was"""
+    stall_room_s: builtins.float
+    """work of prompts that answers there can bear; absent: any"""
     def __init__(
         self,
         *,
@@ -221,11 +239,23 @@ class Candidate(google.protobuf.message.Message):
         host_tokens: builtins.int = ...,
         row: builtins.int = ...,
         pair: builtins.int = ...,
+        pace: builtins.float = ...,
+        join_tokens: builtins.int = ...,
+        join_slack_s: builtins.float | None = ...,
+        join_quiet_s: builtins.float | None = ...,
+        itl_limit_s: builtins.float | None = ...,
+        stall_room_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "capacity_tokens", b"capacity_tokens", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "capacity_tokens", b"capacity_tokens", "context_tokens", b"context_tokens", "device_tokens", b"device_tokens", "excluded", b"excluded", "foreign_requests", b"foreign_requests", "foreign_s", b"foreign_s", "host_tokens", b"host_tokens", "inflight", b"inflight", "last_chosen", b"last_chosen", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "pair", b"pair", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_s", b"queued_s", "queued_tokens", b"queued_tokens", "rank", b"rank", "row", b"row", "score_s", b"score_s", "serves_model", b"serves_model", "state", b"state", "suspect", b"suspect", "worker", b"worker", "worker_inflight", b"worker_inflight"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_itl_limit_s", b"_itl_limit_s", "_join_quiet_s", b"_join_quiet_s", "_join_slack_s", b"_join_slack_s", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "_stall_room_s", b"_stall_room_s", "capacity_tokens", b"capacity_tokens", "itl_limit_s", b"itl_limit_s", "join_quiet_s", b"join_quiet_s", "join_slack_s", b"join_slack_s", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "rank", b"rank", "stall_room_s", b"stall_room_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_itl_limit_s", b"_itl_limit_s", "_join_quiet_s", b"_join_quiet_s", "_join_slack_s", b"_join_slack_s", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "_stall_room_s", b"_stall_room_s", "capacity_tokens", b"capacity_tokens", "context_tokens", b"context_tokens", "device_tokens", b"device_tokens", "excluded", b"excluded", "foreign_requests", b"foreign_requests", "foreign_s", b"foreign_s", "host_tokens", b"host_tokens", "inflight", b"inflight", "itl_limit_s", b"itl_limit_s", "join_quiet_s", b"join_quiet_s", "join_slack_s", b"join_slack_s", "join_tokens", b"join_tokens", "last_chosen", b"last_chosen", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "pace", b"pace", "pair", b"pair", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_s", b"queued_s", "queued_tokens", b"queued_tokens", "rank", b"rank", "row", b"row", "score_s", b"score_s", "serves_model", b"serves_model", "stall_room_s", b"stall_room_s", "state", b"state", "suspect", b"suspect", "worker", b"worker", "worker_inflight", b"worker_inflight"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_capacity_tokens", b"_capacity_tokens"]) -> typing.Literal["capacity_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_itl_limit_s", b"_itl_limit_s"]) -> typing.Literal["itl_limit_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_join_quiet_s", b"_join_quiet_s"]) -> typing.Literal["join_quiet_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_join_slack_s", b"_join_slack_s"]) -> typing.Literal["join_slack_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_inflight", b"_max_inflight"]) -> typing.Literal["max_inflight"] | None: ...
     @typing.overload
@@ -236,6 +266,8 @@ class Candidate(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]) -> typing.Literal["predicted_ttft_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_stall_room_s", b"_stall_room_s"]) -> typing.Literal["stall_room_s"] | None: ...
 
 Global___Candidate: typing_extensions.TypeAlias = Candidate
 
@@ -423,6 +455,10 @@ class StageChoice(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     CONFIG_VERSION_FIELD_NUMBER: builtins.int
     PAIRING_FIELD_NUMBER: builtins.int
+    IS_MET_FIELD_NUMBER: builtins.int
+    ELAPSED_S_FIELD_NUMBER: builtins.int
+    LATER_S_FIELD_NUMBER: builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: builtins.int
     stage: Global___Stage.ValueType
     base_pool: builtins.str
     """what the grid cell says"""
@@ -441,6 +477,14 @@ class StageChoice(google.protobuf.message.Message):
     """of the winner, as Candidate.rank"""
     config_version: builtins.str
     """GatewayConfig.version that it was made under"""
+    is_met: builtins.bool
+    """the targets are predicted to be met; absent: it was not judged"""
+    elapsed_s: builtins.float
+    """since the request arrived"""
+    later_s: builtins.float
+    """predicted from the stage's first response to the first token"""
+    answer_tokens: builtins.float
+    """that the answer was expected to have"""
     @property
     def cell(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """grid index: row, column (or layer, row, column)"""
@@ -489,9 +533,15 @@ class StageChoice(google.protobuf.message.Message):
         rank: builtins.int | None = ...,
         config_version: builtins.str = ...,
         pairing: Global___Pairing | None = ...,
+        is_met: builtins.bool | None = ...,
+        elapsed_s: builtins.float = ...,
+        later_s: builtins.float = ...,
+        answer_tokens: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_pairing", b"_pairing", "_rank", b"_rank", "pairing", b"pairing", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_pairing", b"_pairing", "_rank", b"_rank", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "config_version", b"config_version", "draw", b"draw", "excluded_workers", b"excluded_workers", "overridden", b"overridden", "pairing", b"pairing", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_is_met", b"_is_met", "_pairing", b"_pairing", "_rank", b"_rank", "is_met", b"is_met", "pairing", b"pairing", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_is_met", b"_is_met", "_pairing", b"_pairing", "_rank", b"_rank", "answer_tokens", b"answer_tokens", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "config_version", b"config_version", "draw", b"draw", "elapsed_s", b"elapsed_s", "excluded_workers", b"excluded_workers", "is_met", b"is_met", "later_s", b"later_s", "overridden", b"overridden", "pairing", b"pairing", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_is_met", b"_is_met"]) -> typing.Literal["is_met"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_pairing", b"_pairing"]) -> typing.Literal["pairing"] | None: ...
     @typing.overload

@@ -43,7 +43,8 @@ from slagate.router.request.running import RunningRequests
 from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.peers import PeerGateways
-from slagate.router.scheduling.policy import Choose, choose
+from slagate.router.scheduling.policy import Choose, choose_by_load
+from slagate.router.scheduling.policy import choose as choose_by_targets
 from slagate.router.services.admin import AdminService, Listeners, operators_listening
 from slagate.router.services.control import ControlService
 from slagate.workers.client.client import connect_worker
@@ -87,24 +88,25 @@ async def build(
     now_s: Callable[[], float] = monotonic_s,
     unix_s: Callable[[], float] = unix_s,
     peers: PeerGateways | None = None,
-    choose: Choose = choose,
+    choose: Choose | None = None,
 ) -> AsyncIterator[App]:
     """Build a gateway, and watch its workers, within the `with`.
 
     `config` was checked for serving. `connect` makes the client of a worker. `now_s` measures, `unix_s`
     dates receipts and tells how late KV events are. `peers` are the other gateways that send to the same
-    workers. `choose` is the policy; a gateway that serves has no other one. At the end, releases of
-    handoffs that have begun are waited for, then the watch loops stop.
+    workers. `choose` is another policy than that of the settings; a gateway that serves has none. At the
+    end, releases of handoffs that have begun are waited for, then the watch loops stop.
     """
     peers = peers or PeerGateways()
     in_force = Proposal.of(config, policy=settings.policy)
-    prefix = settings.policy == "prefix"
+    by_targets = settings.policy == "slagate"
+    prefix = by_targets  # the other policy knows nothing of caches either
     fleet = Fleet(in_force.prepared, prefix=prefix, load_table=peers.load_table, now_s=now_s)
     instance_id = f"{rng.getrandbits(64):016x}"
     dispatcher = Dispatcher(
         fleet,
         rng=rng,
-        choose=choose,
+        choose=choose or (choose_by_targets if by_targets else choose_by_load),
         config=in_force.message,
         max_waiting=settings.max_waiting,
         peers=peers,

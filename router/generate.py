@@ -91,7 +91,7 @@ async def _serve(
     record.sla = sla = parse_sla(call.metadata, receipts=gateway.settings.client_receipts)
     request = parse_request(call.data, max_bytes=gateway.settings.max_request_bytes)
     record.request_id = request.id
-    ask = RoutingRequest(request.model, request.isl_tokens, sla)
+    ask = RoutingRequest(request.model, request.isl_tokens, sla, max_tokens=request.max_tokens)
     gateway.live.register(call.peer, request.id, call.running)
     try:
         assignment = await _assigned(gateway, record, ask, request)
@@ -150,7 +150,7 @@ async def _prefill(active: ActiveRequest) -> Handoff | None:
     active.preface = sink.preface
     lease.prefill_done()
     lease.release()
-    active.prefilled(Stage.PREFILL, gateway.now_s(), sink.cached_tokens)
+    active.prefilled(lease, gateway.now_s(), sink.cached_tokens)
     if active.handoff is None:
         relay = active.relay(Stage.PREFILL, leg_id, on_token=lease.prefill_done)
         for message in sink.answer:
@@ -173,6 +173,7 @@ async def _decode(active: ActiveRequest, handoff: Handoff) -> None:
             break
         await active.try_elsewhere(Stage.DECODE, failure)
     handoff.used()
+    active.record.decode_started_s = active.leg_started_s
     active.record.decoded = True
 
 
@@ -187,7 +188,9 @@ async def _aggregate(active: ActiveRequest) -> None:
         if failure is None:
             break
         await active.try_elsewhere(Stage.AGG, failure)
-    active.prefilled(Stage.AGG, record.stats.first_token_s, record.stats.cached_tokens)
+    active.prefilled(lease, record.stats.first_token_s, record.stats.cached_tokens)
+    lease.release()
+    record.stalled_s = lease.held.stalled_s
     record.decoded = True
 
 
@@ -202,8 +205,8 @@ def _finish(
         trailer = (RECEIPT_TRAILER, receipt.SerializeToString())
         status = status._replace(trailers=(*status.trailers, trailer))
     call.out.finish(status)
-    gateway.metrics.measure(record, outcome)
     latencies = record.latencies()
+    gateway.metrics.measure(record, outcome, latencies)
     note(
         log,
         "request.done",
@@ -217,4 +220,4 @@ def _finish(
             "output_tokens": record.stats.n_tokens,
         },
     )
-    update_estimators(record, gateway.dispatcher.fleet)
+    update_estimators(record, latencies.itl_s, gateway.dispatcher.fleet)

@@ -21,7 +21,7 @@ from slagate.pools.fleet.pairing import pair_statuses
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import State
 from slagate.pools.kv_events.view import EventMode, EventView
-from slagate.router.receipts.record import Record
+from slagate.router.receipts.record import Latencies, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.workers.tls.reloading import TlsSide
@@ -183,7 +183,7 @@ class Metrics:
         )
         self.gauges.register(self.certificates)
 
-    def measure(self, record: Record, outcome: Outcome) -> None:
+    def measure(self, record: Record, outcome: Outcome, latencies: Latencies) -> None:
         """Count one request that has ended, with its tokens, latencies and targets."""
         self._of_outcome[outcome].inc()
         self.tokens.inc(record.stats.n_tokens)
@@ -191,7 +191,7 @@ class Metrics:
             return
         self.waits.observe(record.waited_s)
         prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
-        ttft_s, itl_s, ttft_met, itl_met = record.latencies()
+        ttft_s, itl_s, ttft_met, itl_met = latencies
         if ttft_s is not None:
             self._ttft[prefill_pool,].observe(ttft_s)
         if ttft_met is not None:

@@ -21,6 +21,9 @@ from slagate.pools.estimator.fit import MAX_OFFSET_S, Fit
 from slagate.workers.profiles.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
 from slagate.workers.profiles.table import Floats, Ints
 
+LINK_BYTES_PER_S = 50e9
+"""What KV cache moves at between workers to begin with: one 400 Gb/s NIC each."""
+
 NOMINAL_KV_BYTES_PER_TOKEN = 131_072
 """KV cache of an 8B model in 16 bits: 32 layers, 8 KV heads of 128, K and V."""
 
@@ -158,6 +161,10 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
         seconds *= self.coefficients.itl_scale
         return seconds
 
+    def transfer_s(self, tokens: int) -> float:
+        """Nominal seconds for a decode worker to pull the KV of a prompt of `tokens`."""
+        return tokens * self._speed.kv_bytes_per_token / LINK_BYTES_PER_S
+
     def host_s(self, tokens: float) -> float:
         """Nominal seconds of a prefill to copy the KV of `tokens` from host to device."""
         return max(0.0, tokens) * self._speed.kv_bytes_per_token / HOST_LINK_BYTES_PER_S
@@ -199,18 +206,17 @@ class Estimator:
         """Whether both were made with the same profile and source; they may have learnt since."""
         return self.frozen.table_json() == other.frozen.table_json()
 
-    def observe_prefill(
-        self, new_tokens: int, cached_tokens: int, queued_s: float, seconds: float
+    def observe_first_response(
+        self, work_s: float, seconds: float, *, queued_s: float = 0.0
     ) -> None:
-        """Learn that a leg's first response took `seconds`, with `queued_s` of work before it.
+        """Learn that a leg's first response took `seconds`, for `work_s` and `queued_s` before it.
 
         Times that are negative, not finite or above `fit.MAX_S` are ignored, also by `observe_itl`.
         """
-        own_s = self._speed.prefill_s(new_tokens, cached_tokens)
-        work_s = own_s + queued_s
+        total_s = work_s + queued_s
         # The prompt is known, the queue a guess: part of it may be done, and others may send too.
-        weight = own_s / work_s if work_s > 0 else 1.0
-        if self._prefill.observe(work_s, seconds, weight=weight):
+        weight = work_s / total_s if total_s > 0 else 1.0
+        if self._prefill.observe(total_s, seconds, weight=weight):
             self._freeze_again()
 
     def observe_itl(self, batch_size: float, context_tokens: float, seconds: float) -> None:

@@ -95,23 +95,17 @@ class Fit:
         counted_s = predicted_s * math.exp(min(limit, max(-limit, away)))
         usual = self._usual * (USUAL_STEP if abs(away) > self._usual else 1 / USUAL_STEP)
         self._usual = min(MAX_USUAL, max(MIN_USUAL, usual))
-        self._solve(work_s, counted_s, weight / (counted_s * predicted_s))
-        if self.n_observed < self._min_observed:
-            return False
-        self.scale, self.offset_s = self._now_scale, self._now_offset_s
-        return True
-
-    def _solve(self, work_s: float, seconds: float, weight: float) -> None:
-        """Add an observation to the sums, and find the coefficients that fit best now."""
+        weight /= counted_s * predicted_s
+        # Added to the sums, which then give the coefficients that fit best now.
         self._a = a = FORGET * self._a + weight * work_s * work_s
-        self._d = d = FORGET * self._d + weight * work_s * seconds
+        self._d = d = FORGET * self._d + weight * work_s * counted_s
         hold_scale = 1.0 / self._now_scale**2
         a += hold_scale
         d += hold_scale * self._now_scale
         if self._max_offset_s:
             self._b = b = FORGET * self._b + weight * work_s
             self._c = c = FORGET * self._c + weight
-            self._e = e = FORGET * self._e + weight * seconds
+            self._e = e = FORGET * self._e + weight * counted_s
             c += _HOLD_OFFSET
             e += _HOLD_OFFSET * self._now_offset_s
             # The denominator is positive: the sums alone give >= 0, and both factors were increased.
@@ -120,3 +114,7 @@ class Fit:
             # This is the best scale also where the offset is at its bound.
             d -= b * self._now_offset_s
         self._now_scale = min(MAX_SCALE, max(MIN_SCALE, d / a))
+        if self.n_observed < self._min_observed:
+            return False
+        self.scale, self.offset_s = self._now_scale, self._now_offset_s
+        return True

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from slagate.pools.estimator.answers import AnswerLengths
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pairing import pair_statuses
@@ -55,6 +56,7 @@ class Fleet:
         self.grids: Mapping[Stage, StageGrid] = {}
         self.objectives: Mapping[str, Objective] = {}
         self.scheduling = Scheduling()
+        self.answers = AnswerLengths()
         self.pools: dict[str, Pool] = {}
         self._leaving: list[Pool] = []  # pools of earlier configurations, whose workers drain
         self._on_join: list[Callable[[Pool, Member], None]] = []

@@ -35,6 +35,9 @@ class WorkerCapacity(NamedTuple):
     n_rows: int = 1  # as many as ranks where one can be asked for, else 1
     row_tokens: int = UNLIMITED  # KV cache of a row
     running: int = 0  # requests that its engine runs at once; 0 while that is not known
+    step_tokens: int = (
+        0  # tokens that a row's engine computes in one step; 0 while that is not known
+    )
 
 
 def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> WorkerCapacity:
@@ -48,7 +51,8 @@ def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> WorkerCapacity:
     if said.total_kv_blocks:
         row_tokens = said.total_kv_blocks // n_rows * max(1, said.kv_block_size)
     running = said.max_running_requests * n_ranks
-    return WorkerCapacity(said.kv_block_size, n_ranks, n_rows, row_tokens, running)
+    step_tokens = said.max_batched_tokens * n_ranks // n_rows
+    return WorkerCapacity(said.kv_block_size, n_ranks, n_rows, row_tokens, running, step_tokens)
 
 
 MAX_PAIR_TEXT = 40
@@ -221,6 +225,7 @@ class Member:
             self.capacity.n_rows,
             limits=self.limits._replace(max_inflight=self.max_inflight),
             capacity_tokens=self.capacity.row_tokens,
+            step_tokens=self.capacity.step_tokens,
             models=frozenset(self.models),
             pair=self.pair,
         )

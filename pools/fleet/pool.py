@@ -9,8 +9,9 @@ import msgspec
 from slagate.pools.estimator.estimator import Estimator, FrozenEstimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import DOWN, LoadTable, Rows, RowView, Work
+from slagate.pools.inflight.table import DOWN, LoadTable, Rows, RowView
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.prefix.holder import Holder
@@ -55,14 +56,14 @@ class Lease:
         self.on_prefill_end: Callable[..., None] = lambda **_: None
         self._prefill_open = True
         self._open = True
-        member.ranks.add_lease(row, work, number=number)
+        self.held = member.ranks.add_lease(row, work, number=number)
 
     def prefill_done(self) -> None:
         """Take the processed prompt off the worker's queue; the lease stays. Idempotent."""
         if self._prefill_open:
             self._prefill_open = False
             member = self.member
-            member.ranks.table.end_prefill(self.row, self.work)
+            member.ranks.table.end_prefill(self.row, self.held)
             # A prompt that was all cached leaves no event to wait for.
             member.n_served += self.work.prefill_tokens >= max(1, member.capacity.block_tokens)
             self.on_prefill_end(processed=True)
@@ -76,8 +77,8 @@ class Lease:
         was_prefilling, self._prefill_open, self._open = self._prefill_open, False, False
         ranks = self.member.ranks
         if was_prefilling:
-            ranks.table.end_prefill(self.row, self.work)
-        ranks.end_lease(self.row, self.work)
+            ranks.table.end_prefill(self.row, self.held)
+        ranks.end_lease(self.row, self.held)
         # The counts are right from here on, whatever the callbacks do.
         if was_prefilling:
             self.on_prefill_end(processed=False)
@@ -112,6 +113,7 @@ class Pool:
         self.overlaps = PoolCaches(now_s=now_s) if prefix and stage is not Stage.DECODE else None
         self.key = f"{stage.value} {name}"  # the same in every gateway
         self.table = load_table(self.key)
+        self.table.now_s = now_s
         self.members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
         self._newest_lease = 0  # its number
@@ -173,6 +175,8 @@ class Pool:
 
     def snapshot(self, prompt: Prompt | None = None) -> PoolSnapshot:
         """A frozen copy of the pool, with what each row has cached of `prompt` (None: nothing)."""
+        estimator = self.estimator.frozen
+        self.table.scale = estimator.coefficients.prefill_scale
         rows = self.table.rows()
         n_rows = len(rows.names)
         if self.overlaps is None or prompt is None:
@@ -182,7 +186,7 @@ class Pool:
         newest = self._newest_lease
         if self.table.is_shared:
             newest = max(newest, int(rows.last_chosen.max(initial=0)))
-        return PoolSnapshot(self.name, self.estimator.frozen, rows, cached, newest)
+        return PoolSnapshot(self.name, estimator, rows, cached, newest)
 
     def follower(
         self, member: Member, worker: Worker, *, scheduler: CooperativeScheduler, rng: random.Random
@@ -210,7 +214,9 @@ class Pool:
         )
 
     def worker_replaced(self, member: Member) -> None:
-        """Forget the prompts sent to a member: its worker has restarted, with an empty cache."""
+        """Forget how fast a member was, and the prompts sent to it: its worker has restarted."""
+        for row in member.ranks.rows:
+            self.table.forget_pace(row)
         if self.overlaps is None or member.server_info is None or member.has_left:
             return
         n_blocks = member.server_info.capacity.total_kv_blocks // member.ranks.n_used

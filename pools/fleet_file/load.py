@@ -40,6 +40,8 @@ def stage_grid(file: PrefillFile | AggFile, keys: StageKeys, *, epp: bool) -> St
         retry=file.enable_priority_retry,
         size_optional=any(axis.optional for axis in keys.axes),
         negative_is_none=epp,
+        spill=file.scheduling.spill,
+        costs=tuple(file.pools.get(name, PoolSpec()).gpus for name in names),
     )
 
 

@@ -171,13 +171,14 @@ class Cell(msgspec.Struct, frozen=True, gc=False):
     """The cell of a request: its band on each axis, and numbers of the pools for it.
 
     `base_pool` is the grid's first choice, and `pool` that of a priority rule, or else the same.
-    `spill` has the further pools of the cell, in order; none where a rule named the pool.
+    `spill` has the further pools of the cell, in order; none where a rule named the pool (`by_rule`).
     """
 
     index: tuple[int, ...]
     base_pool: int
     pool: int
     spill: tuple[int, ...] = ()
+    by_rule: bool = False
 
     @property
     def row(self) -> int:
@@ -190,6 +191,18 @@ class Cell(msgspec.Struct, frozen=True, gc=False):
         return self.index[-1]
 
 
+class Placement(NamedTuple):
+    """Where a grid places a request: its cell, and names of pools.
+
+    `order` has all pools that it may use, in order. `spill` has those among which load decides: the first
+    pool of `order`, and those to go to where that cannot serve the request in time, as they are preferred.
+    """
+
+    cell: Cell
+    order: tuple[str, ...]
+    spill: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StageGrid:
     """The pools of one stage, the grid that picks among them, and the order to try others in.
@@ -197,7 +210,9 @@ class StageGrid:
     `cells` has the pools of every cell, the last axis running fastest: first choice, then where to spill. A
     lower number in `priorities` is a faster pool. With `size_optional` a missing size counts as the middle
     of its range, as a missing latency target does. With `negative_is_none` latency targets and priorities
-    below 0 count as not given, and other priorities are cut to their whole part.
+    below 0 count as not given, and other priorities are cut to their whole part. `spill` says which pools a
+    request may go to that its first one cannot serve in time (none, listed, any), and `costs` what a worker
+    of each pool costs, without which all cost the same.
     """
 
     axes: tuple[Axis | UnevenAxis, ...]
@@ -208,9 +223,11 @@ class StageGrid:
     retry: bool = False
     size_optional: bool = False
     negative_is_none: bool = False
+    spill: str = "listed"
+    costs: tuple[Number, ...] = ()
     # Results of `place` by bands and rule, kept for ever, as a grid never changes.
-    _places: dict[tuple[tuple[int, ...], PriorityRule | None], tuple[Cell, tuple[str, ...]]] = (
-        dataclass_field(default_factory=dict, init=False, repr=False, compare=False)
+    _places: dict[tuple[tuple[int, ...], PriorityRule | None], Placement] = dataclass_field(
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     def select(self, values: Mapping[str, Number | None], priority: Number | None = None) -> Cell:
@@ -223,12 +240,12 @@ class StageGrid:
         if not values.keys() <= _KNOWN_FIELDS:
             unknown = min(values.keys() - _KNOWN_FIELDS)
             raise SelectError(unknown, f"is not one of {', '.join(AXIS_FIELDS)}")
-        return self.place(values, priority)[0]
+        return self.place(values, priority).cell
 
     def place(
         self, values: Mapping[str, Number | None], priority: Number | None = None
-    ) -> tuple[Cell, tuple[str, ...]]:
-        """The cell as `select` finds it, and the names of all pools that the request may use, in order.
+    ) -> Placement:
+        """The cell as `select` finds it, with the pools that the request may use.
 
         Raises `SelectError` as `select` does, but ignores names that are no axis field.
         """
@@ -240,12 +257,28 @@ class StageGrid:
         if place is None:
             pools = self.pools_at(index)
             if rule is not None:
-                cell = Cell(index, pools[0], rule.pool)
+                cell = Cell(index, pools[0], rule.pool, by_rule=True)
             else:
                 cell = Cell(index, pools[0], pools[0], pools[1:])
-            place = cell, tuple([self.pool_names[at] for at in self.pool_order(cell)])
+            order, spill = self.pool_order(cell), self._spill(cell)
+            order = (*order, *(at for at in spill if at not in order))
+            place = Placement(cell, self._named(order), self._named(spill))
             self._places[index, rule] = place
         return place
+
+    def _named(self, pools: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple([self.pool_names[at] for at in pools])
+
+    def _spill(self, cell: Cell) -> tuple[int, ...]:
+        """Numbers of the pools of `Placement.spill`; whom a rule has placed does not spill."""
+        own = (cell.pool, *cell.spill)
+        if cell.by_rule or self.spill == "none":
+            return own[:1]
+        if self.spill == "listed":
+            return own
+        all_pools = (*own, *(at for at in range(len(self.pool_names)) if at not in own))
+        # Of pools that cost the same the cell's come first, in their order.
+        return tuple(sorted(all_pools, key=lambda at: self.costs[at] if self.costs else 0))
 
     def pools_at(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """Pool numbers of the cell at `index`, a band for each axis: first choice, then spill."""
@@ -286,6 +319,8 @@ class StageGrid:
         """Numbers of the pools that some request can reach, by cell, by rule or by retry."""
         starts = set(self.starts())
         listed = {pool for pools in starts for pool in pools}
+        if self.spill == "any":
+            return set(range(len(self.pool_names)))
         if not self.retry:
             return listed
         slowest = max(self.priorities[pools[0]] for pools in starts)

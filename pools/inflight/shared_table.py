@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
+from slagate.pools.inflight.engine_queue import Held, Work
 from slagate.pools.inflight.shared_counts import (
     N_COUNTS,
     NO_SLOT,
@@ -15,7 +16,6 @@ from slagate.pools.inflight.shared_counts import (
 from slagate.pools.inflight.table import (
     BATCH,
     DOWN,
-    FOREIGN_S,
     INFLIGHT,
     LAST_CHOSEN,
     MAX_INFLIGHT,
@@ -29,7 +29,6 @@ from slagate.pools.inflight.table import (
     Ints,
     LoadTable,
     Rows,
-    Work,
 )
 
 _LIMITS = slice(MAX_INFLIGHT, MAX_QUEUED_TOKENS + 1)  # of `WORKER_INFLIGHT` and `QUEUED_TOKENS`
@@ -109,19 +108,20 @@ class SharedTable(LoadTable):
         self._show(row)
 
     @override
-    def add_lease(self, row: int, work: Work, *, number: int) -> None:
-        super().add_lease(row, work, number=number)
+    def add_lease(self, row: int, work: Work, *, number: int) -> Held:
+        held = super().add_lease(row, work, number=number)
         self._shared.set(self._pool_slot, PoolCell.REQUESTS, self.totals[PoolCell.REQUESTS])
         self._show(row)
+        return held
 
     @override
-    def end_prefill(self, row: int, work: Work) -> None:
-        super().end_prefill(row, work)
+    def end_prefill(self, row: int, held: Held) -> None:
+        super().end_prefill(row, held)
         self._show(row)
 
     @override
-    def end_lease(self, row: int, work: Work) -> None:
-        super().end_lease(row, work)
+    def end_lease(self, row: int, held: Held) -> None:
+        super().end_lease(row, held)
         self._show(row)
 
     @override
@@ -162,7 +162,7 @@ class SharedTable(LoadTable):
         ints[BATCH : WIDTH + 1] += others.counts[INFLIGHT]
         np.maximum(rows.last_chosen, others.last_chosen, out=rows.last_chosen)
         floats[QUEUED_S] += others.queued_s
-        np.add(floats[QUEUED_S], floats[FOREIGN_S], out=rows.load_s)
+        np.add(rows.load_s, others.queued_s * rows.pace, out=rows.load_s)
         # More leases make no row available again, so what this process alone has found is right already.
         at_limit = ints[WORKER_INFLIGHT : QUEUED_TOKENS + 1] >= ints[_LIMITS]
         if at_limit.any():

@@ -4,7 +4,8 @@ A decision reads every row of a pool. With hundreds of workers an object for eac
 the rest of the decision; a snapshot is two copies of small arrays.
 """
 
-from collections.abc import Iterable, Mapping, MutableSequence
+import math
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from enum import Enum
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slagate.pools.inflight.engine_queue import EngineQueue, Held, Work
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.shared_counts import N_COUNTS, PoolCell, RankCell
 
@@ -20,6 +22,13 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 UNLIMITED = 1 << 62
+
+PACE_GAIN, PACE_HOLD, PACE_STEP = 0.15, 0.99, 0.05
+"""How much of an error a worker's pace takes over, what is left of its distance to 1 each time, and in
+which steps it is told."""
+
+MAX_PACE, MAX_PACE_FACTOR = 4.0, 2.0
+"""A worker is at most so many times as slow or fast as its pool, and one observation says no more."""
 
 
 class State(Enum):
@@ -42,14 +51,6 @@ STATES = tuple(State)
 READY, LEFT = STATES.index(State.READY), STATES.index(State.LEFT)
 
 
-class Work(NamedTuple):
-    """The load of one leg on a rank, which its lease adds to the row: prefill and decode."""
-
-    prefill_tokens: int = 0  # prompt tokens to prefill, until `Lease.prefill_done`
-    work_s: float = 0.0  # the same as seconds of work, see `FrozenEstimator.work_s`
-    context_tokens: int = 0  # tokens whose KV the request reads at each decode step
-
-
 class RowView(msgspec.Struct, frozen=True, gc=False):
     """One worker and rank as the policy sees it, with what is cached there of one prompt."""
 
@@ -62,12 +63,20 @@ class RowView(msgspec.Struct, frozen=True, gc=False):
     max_inflight: int  # of the worker
     queued_tokens: int  # prompt tokens leased and not prefilled yet, less what was cached
     max_queued_tokens: int
-    queued_s: float  # the same as seconds of work, before the estimator's corrections
+    queued_s: float  # the same as seconds of work, less what was computed, before any correction
     context_tokens: int  # tokens whose KV its requests read at each decode step
     capacity_tokens: int  # tokens its KV cache holds
     foreign_requests: int  # running there that this gateway did not send
     foreign_s: float  # seconds of work of the prompts waiting there that it did not send
+    pace: float  # the seconds that it takes for one that the pool's estimator predicts
+    itl_limit_s: float  # the most that a decode step may take, as was promised; inf: any
+    stall_room_s: (
+        float  # work of prompts that the answers there can bear, as was promised; inf: any
+    )
+    join_slack_s: float  # seconds by which the last step of its queue may become longer; inf: any
+    join_quiet_s: float  # the same, without much delay of what ends in it
     last_chosen: int  # number of the pool's last lease on it; 0: none yet
+    join_tokens: int  # prompt tokens that would join that step; 0: there is no room, or it runs
     models: frozenset[str]
     device_tokens: int = 0  # leading prompt tokens cached on the device
     host_tokens: int = 0  # tokens behind those that are cached, but not all on the device
@@ -97,15 +106,25 @@ FIGURE_INDEX = {name: at for names in (INT_FIELDS, FLOAT_FIELDS) for at, name in
     CAPACITY_TOKENS,
     FOREIGN_REQUESTS,
     LAST_CHOSEN,
+    JOIN_TOKENS,
 ) = range(len(INT_FIELDS))
-QUEUED_S, FOREIGN_S = range(len(FLOAT_FIELDS))
+(
+    QUEUED_S,
+    FOREIGN_S,
+    PACE,
+    ITL_LIMIT_S,
+    STALL_ROOM_S,
+    JOIN_SLACK_S,
+    JOIN_QUIET_S,
+) = range(len(FLOAT_FIELDS))
 # These are internal. Those behind `FOREIGN_UNKNOWN` are derived, see `LoadTable._derive`.
 STATE, SUSPECT, FOREIGN_UNKNOWN, UNAVAILABLE, BATCH, WIDTH = range(
     len(INT_FIELDS), len(INT_FIELDS) + 6
 )
 N_INTS = len(INT_FIELDS) + 6
-LOAD_S = len(FLOAT_FIELDS)
-N_FLOATS = len(FLOAT_FIELDS) + 1
+# These are internal. `HEAD_S` of the queue may have been done since `SINCE_S`.
+LOAD_S, HEAD_S, SINCE_S, JOIN_UNTIL_S = range(len(FLOAT_FIELDS), len(FLOAT_FIELDS) + 4)
+N_FLOATS = len(FLOAT_FIELDS) + 4
 
 DOWN, QUEUE_FULL = 1, 2
 """Bits of `Rows.unavailable`: not ready, or at its limit of requests; at its limit of queued tokens."""
@@ -140,7 +159,8 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
     # What every decision reads of these arrays.
     last_chosen: Ints  # i64[n_rows], `RowView.last_chosen`
     batch: Ints  # i64[n_rows], requests in the batch with one more, foreign ones included
-    load_s: Floats  # f64[n_rows], seconds of prefill work in the queue, foreign work included
+    load_s: Floats  # f64[n_rows], seconds of prefill work queued, at its pace, with foreign work
+    pace: Floats  # f64[n_rows], `RowView.pace`
 
     def __len__(self) -> int:
         return len(self.names)
@@ -148,6 +168,11 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
     def ints(self, name: str) -> Ints:
         """One figure of all rows, i64[n_rows]; `name` is a field of `RowView`."""
         figures: Ints = self._ints[FIGURE_INDEX[name]]
+        return figures
+
+    def floats(self, name: str) -> Floats:
+        """One figure of all rows, f64[n_rows]; `name` is a float field of `RowView`."""
+        figures: Floats = self._floats[FIGURE_INDEX[name]]
         return figures
 
     @property
@@ -212,6 +237,11 @@ class LoadTable:
     is_shared = False  # with other processes of the gateway
 
     def __init__(self) -> None:
+        # The clock of the queues; by this one nothing of them is ever done.
+        self.now_s: Callable[[], float] = float
+        self.scale = 1.0  # seconds of the clock for one of prefill work, as the pool has learnt
+        self._queues: list[EngineQueue] = []  # of each row
+        self._paces: list[float] = []  # of each row, `RowView.pace` unrounded
         self.names: tuple[tuple[str, int | None], ...] = ()  # address and rank of each row
         self._row_models: list[frozenset[str]] = []
         self._row_pairs: list[PairKey] = []
@@ -249,6 +279,10 @@ class LoadTable:
         row = self._free.pop() if self._free else self._appended()
         self._ints[:, row] = 0
         self._floats[:, row] = 0.0
+        self._floats[PACE, row] = 1.0
+        self._floats[ITL_LIMIT_S : JOIN_QUIET_S + 1, row] = math.inf
+        self._queues[row] = EngineQueue()
+        self._paces[row] = 1.0
         self._set_name(row, address, rank)
         self._derive(row)
         return row
@@ -269,6 +303,8 @@ class LoadTable:
         self.names = (*self.names, ("", None))
         self._row_models.append(frozenset())
         self._row_pairs.append(ANY_PAIR)
+        self._queues.append(EngineQueue())
+        self._paces.append(1.0)
         self._models = self._pairs = None
         return row
 
@@ -318,6 +354,24 @@ class LoadTable:
             self._float[FIGURE_INDEX[name]][row] = value
         self._derive(row)
 
+    def observe_pace(
+        self, row: int, name: tuple[str, int | None], factor: float, weight: float = 1.0
+    ) -> None:
+        """Learn that a row took `factor` times what was predicted, if it still is that of `name`.
+
+        The pool's estimator learns what its workers have in common, so a pace is drawn to 1; it is told in
+        steps of `PACE_STEP`, since workers that are alike have to look alike.
+        """
+        if self.names[row] == name and factor > 0.0:
+            step = min(MAX_PACE_FACTOR, max(1 / MAX_PACE_FACTOR, factor))
+            pace = self._paces[row] ** PACE_HOLD * step ** (PACE_GAIN * weight)
+            pace = self._paces[row] = min(MAX_PACE, max(1 / MAX_PACE, pace))
+            self._float[PACE][row] = round(pace / PACE_STEP) * PACE_STEP
+
+    def forget_pace(self, row: int) -> None:
+        """Take a row to be as fast as its pool: its worker has restarted."""
+        self._paces[row] = self._float[PACE][row] = 1.0
+
     def set_foreign_load(self, row: int, load: tuple[int, float] | None) -> None:
         """Set a row's foreign load: requests, and predicted prefill seconds; None: not known."""
         self._int[FOREIGN_UNKNOWN][row] = load is None
@@ -326,39 +380,71 @@ class LoadTable:
         self._float[FOREIGN_S][row] = seconds
         self._derive(row)
 
-    def add_lease(self, row: int, work: Work, *, number: int) -> None:
+    def set_step_tokens(self, row: int, tokens: int) -> None:
+        """Set how many prompt tokens the row's engine computes in one step; 0: not known."""
+        self._queues[row].step_tokens = tokens
+
+    def add_lease(self, row: int, work: Work, *, number: int) -> Held:
         """Add a lease, the pool's lease of that number, to a row."""
-        ints, floats = self._int, self._float
+        ints = self._int
         self.totals[PoolCell.REQUESTS] += 1
         ints[LAST_CHOSEN][row] = number
         inflight = ints[INFLIGHT][row] = ints[INFLIGHT][row] + 1
         ints[CONTEXT_TOKENS][row] += work.context_tokens
         queued = ints[QUEUED_TOKENS][row] = ints[QUEUED_TOKENS][row] + work.prefill_tokens
-        floats[QUEUED_S][row] += work.work_s
-        floats[LOAD_S][row] = floats[QUEUED_S][row] + floats[FOREIGN_S][row]
         ints[WIDTH][row] = inflight + 1
         ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
         if queued >= ints[MAX_QUEUED_TOKENS][row]:
             self._derive_unavailable(row)
+        held = Held(work)
+        promises = work.itl_limit_s < math.inf or work.stall_s < math.inf
+        if work.prefill_tokens or promises:
+            queue = self._queues[row]
+            if work.prefill_tokens:
+                rate = self.scale * self._float[PACE][row]
+                queue.add_prompt(held, self.now_s(), rate)
+            if promises:
+                queue.promise(held)
+            self._show_queue(row, queue)
+        return held
 
-    def end_prefill(self, row: int, work: Work) -> None:
+    def end_prefill(self, row: int, held: Held) -> None:
         """Take a lease's prompt out of the queue of a row: it is processed, or never will be."""
+        work = held.work
+        if not work.prefill_tokens:
+            return
         queued = self._int[QUEUED_TOKENS]
         left_tokens = queued[row] = queued[row] - work.prefill_tokens
-        seconds = self._float[QUEUED_S]
-        # Floats do not add up to zero again by themselves.
-        left_s = seconds[row] = max(0.0, seconds[row] - work.work_s) if left_tokens else 0.0
-        self._float[LOAD_S][row] = left_s + self._float[FOREIGN_S][row]
+        queue, rate = self._queues[row], self.scale * self._float[PACE][row]
+        queue.end_prompt(held, self.now_s(), rate, left_tokens)
+        self._show_queue(row, queue)
         if self._int[UNAVAILABLE][row]:
             self._derive_unavailable(row)
 
-    def end_lease(self, row: int, work: Work) -> None:
+    def end_lease(self, row: int, held: Held) -> None:
         """Take a lease off a row; its prefill has ended before."""
-        ints = self._int
+        ints, work = self._int, held.work
         inflight = ints[INFLIGHT][row] = ints[INFLIGHT][row] - 1
         ints[CONTEXT_TOKENS][row] -= work.context_tokens
         ints[WIDTH][row] = inflight + 1
         ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
+        if work.itl_limit_s < math.inf or (work.prefill_tokens and work.context_tokens):
+            queue, rate = self._queues[row], self.scale * self._float[PACE][row]
+            queue.forget(held, self.now_s(), rate)
+            self._show_queue(row, queue)
+
+    def _show_queue(self, row: int, queue: EngineQueue) -> None:
+        """Bring the figures of a row's queue in line with it."""
+        floats = self._float
+        floats[QUEUED_S][row] = queue.queued_s
+        floats[HEAD_S][row] = queue.head_s
+        floats[SINCE_S][row] = queue.since_s
+        floats[ITL_LIMIT_S][row] = queue.itl_limit_s
+        floats[STALL_ROOM_S][row] = queue.stall_room_s
+        floats[JOIN_SLACK_S][row] = queue.join_slack_s
+        floats[JOIN_QUIET_S][row] = queue.join_quiet_s
+        floats[JOIN_UNTIL_S][row] = queue.join_until_s
+        self._int[JOIN_TOKENS][row] = queue.join_tokens
 
     def set_worker_inflight(self, rows: list[int], n_leases: int) -> None:
         """Set in each of a worker's `rows` how many leases it has on all of them."""
@@ -370,8 +456,7 @@ class LoadTable:
 
     def _derive(self, row: int) -> None:
         """Bring all derived figures of a row in line with the others."""
-        ints, floats = self._int, self._float
-        floats[LOAD_S][row] = floats[QUEUED_S][row] + floats[FOREIGN_S][row]
+        ints = self._int
         width = ints[WIDTH][row] = ints[INFLIGHT][row] + 1
         # What others sent is theirs to say, and a receipt to decide again from may be made up.
         ints[BATCH][row] = min(width + ints[FOREIGN_REQUESTS][row], UNLIMITED)
@@ -423,8 +508,8 @@ class LoadTable:
             for figures in (ints[FOREIGN_REQUESTS], floats[FOREIGN_S]):
                 if figures.any():
                     figures[unknown] = figures[~unknown].mean()
-            np.add(floats[QUEUED_S], floats[FOREIGN_S], out=floats[LOAD_S])
             np.add(ints[WIDTH], ints[FOREIGN_REQUESTS], out=ints[BATCH])
+        self._bring_up_to_date(ints, floats)
         return Rows(
             self.names,
             self._counts,
@@ -435,7 +520,19 @@ class LoadTable:
             ints[LAST_CHOSEN],
             ints[BATCH],
             floats[LOAD_S],
+            floats[PACE],
         )
+
+    def _bring_up_to_date(self, ints: Ints, floats: Floats) -> None:
+        """Take what was done of the queues since they changed off these figures of all rows."""
+        now_s, queued_s = self.now_s(), floats[QUEUED_S]
+        ints[JOIN_TOKENS] *= floats[JOIN_UNTIL_S] >= now_s
+        if self.scale > 0.0:
+            done_s: Floats = (now_s - floats[SINCE_S]) / (self.scale * floats[PACE])
+            np.minimum(done_s, floats[HEAD_S], out=done_s)
+            queued_s -= np.maximum(done_s, 0.0, out=done_s)
+        np.multiply(queued_s, floats[PACE], out=floats[LOAD_S])
+        floats[LOAD_S] += floats[FOREIGN_S]
 
 
 def rows_of(views: Iterable[RowView]) -> Rows:
@@ -448,6 +545,7 @@ def rows_of(views: Iterable[RowView]) -> Rows:
         table.set_state(row, view.state, suspect=view.suspect)
         table.set_models(row, view.models)
         table.set_pair(row, view.pair)
+        table._floats[JOIN_UNTIL_S, row] = math.inf
     return table.rows()
 
 

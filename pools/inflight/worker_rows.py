@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
+from slagate.pools.inflight.engine_queue import Held, Work
 from slagate.pools.inflight.pair_key import PairKey
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, State, Work
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
 
 
 class Limits(NamedTuple):
@@ -50,6 +51,7 @@ class WorkerRows:
         *,
         limits: Limits,
         capacity_tokens: int,
+        step_tokens: int,
         models: frozenset[str],
         pair: PairKey,
     ) -> None:
@@ -57,7 +59,8 @@ class WorkerRows:
 
         There is a row for each rank that can be asked for, else 1. `limits` are the fleet file's,
         but where that has no `max_inflight`, it may be the number of requests that the engine
-        runs at once. `capacity_tokens` is the size of one row's KV cache, `pair` what the worker
+        runs at once. `capacity_tokens` is the size of one row's KV cache, `step_tokens` the most that
+        its engine computes in one step (0: not known), `pair` what the worker
         says of its handoffs.
         """
         while len(self.rows) < n_rows:
@@ -72,6 +75,7 @@ class WorkerRows:
                 capacity_tokens=capacity_tokens,
             )
             self.table.set_pair(row, pair)
+            self.table.set_step_tokens(row, step_tokens)
         self.set_models(models)
         self.table.set_worker_inflight(self.rows, self.inflight)
 
@@ -106,16 +110,17 @@ class WorkerRows:
                 share = (load[0] + len(rows) - 1 - at) // len(rows), load[1] / len(rows)
             self.table.set_foreign_load(row, share)
 
-    def add_lease(self, row: int, work: Work, *, number: int) -> None:
+    def add_lease(self, row: int, work: Work, *, number: int) -> Held:
         """Count a lease that was taken on a row, the pool's lease of that number."""
         self.inflight += 1
-        self.table.add_lease(row, work, number=number)
+        held = self.table.add_lease(row, work, number=number)
         self.table.set_worker_inflight(self.rows, self.inflight)
+        return held
 
-    def end_lease(self, row: int, work: Work) -> None:
+    def end_lease(self, row: int, held: Held) -> None:
         """Count a lease that has ended."""
         self.inflight -= 1
-        self.table.end_lease(row, work)
+        self.table.end_lease(row, held)
         self.table.set_worker_inflight(self.rows, self.inflight)
 
 

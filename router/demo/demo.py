@@ -52,7 +52,7 @@ async def run_demo(
     console: Console,
     *,
     transport: str = "auto",
-    policy: str = "prefix",
+    policy: str = "slagate",
 ) -> int:
     """Run the demo, write the report to `out`, and return the exit status.
 
@@ -75,7 +75,7 @@ async def run_demo(
 
 
 async def serve_demo(
-    out: Path, console: Console, *, transport: str = "auto", policy: str = "prefix"
+    out: Path, console: Console, *, transport: str = "auto", policy: str = "slagate"
 ) -> int:
     """Run the demo's fleet, beside `out`, until SIGINT or SIGTERM, and replay nothing; the exit status.
 

@@ -127,14 +127,14 @@ class ActiveRequest:
             member.probe_failed(f"refused a request: {failure}")
         return failure
 
-    def prefilled(self, stage: Stage, done_s: float | None, cached_tokens: int | None) -> None:
+    def prefilled(self, lease: Lease, done_s: float | None, cached_tokens: int | None) -> None:
         """Record for the feedback when a prefill was done and what was cached (None: not known)."""
         record = self.record
         record.cached_tokens = cached_tokens
         if cached_tokens is not None and record.decision is not None:
             seconds = None if done_s is None else done_s - self.leg_started_s
-            choice = record.decision.stage(stage)
-            record.prefilled += (Prefilled(choice, cached_tokens, seconds),)
+            choice, joined_s = record.decision.stage(lease.member.stage), lease.held.joined_s
+            record.prefilled += (Prefilled(choice, cached_tokens, seconds, joined_s),)
 
     def relay(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Relay:
         """The sink of a leg whose output the client gets."""

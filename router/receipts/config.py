@@ -41,6 +41,7 @@ class RecordedConfig(NamedTuple):
     config: FleetConfig
     grids: Mapping[Stage, StageGrid]
     estimators: Mapping[str, FrozenEstimator]  # by pool, uncorrected
+    policy: str
 
     def estimator(self, pool: str, coefficients: gw.Coefficients) -> FrozenEstimator:
         """A pool's estimator as it was corrected then. Raises `ValueError` naming a coefficient."""
@@ -71,7 +72,7 @@ def read_config(message: gw.GatewayConfig) -> RecordedConfig:
     for name in (name for grid in grids.values() for name in grid.pool_names):
         if name not in estimators:
             raise UnusableReceipt(f"config.estimators: there is none for pool {name!r}")
-    return RecordedConfig(message.version, config, grids, estimators)
+    return RecordedConfig(message.version, config, grids, estimators, message.policy)
 
 
 def prepared_of(message: gw.GatewayConfig) -> Prepared:

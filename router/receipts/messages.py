@@ -24,12 +24,15 @@ STAGE_OF_WIRE = {wire: stage for stage, wire in WIRE_STAGE.items()}
 
 FIGURES = (
     "inflight", "worker_inflight", "queued_tokens", "queued_s", "context_tokens", "foreign_requests",
-    "foreign_s", "last_chosen", "suspect", "device_tokens", "host_tokens",
+    "foreign_s", "last_chosen", "suspect", "device_tokens", "host_tokens", "pace", "join_tokens",
 )  # fmt: skip
 """Fields of a `RowView` that a `Candidate` has under the same name."""
 
 FIGURES_WITH_LIMIT = ("max_inflight", "max_queued_tokens", "capacity_tokens")
 """The same, but a `Candidate` has none that is `UNLIMITED`."""
+
+SECONDS_WITH_LIMIT = ("itl_limit_s", "stall_room_s", "join_slack_s", "join_quiet_s")
+"""The same, but a `Candidate` has none that is infinite."""
 
 CANDIDATES_A_STEP = 32
 """After so many the event loop runs other tasks: a thousand workers are ten milliseconds of work."""
@@ -88,7 +91,9 @@ def candidate_message(candidate: ScoredRow, *, model: str) -> gw.Candidate:
         excluded=candidate.excluded,
         **{name: getattr(view, name) for name in FIGURES},
         **{
-            name: limit for name in FIGURES_WITH_LIMIT if (limit := getattr(view, name)) < UNLIMITED
+            name: limit
+            for name in (*FIGURES_WITH_LIMIT, *SECONDS_WITH_LIMIT)
+            if (limit := getattr(view, name)) < UNLIMITED
         },
     )
 
@@ -130,6 +135,10 @@ def _choice_message(choice: StageChoice, shown: Iterable[ScoredRow]) -> gw.Stage
         starved=choice.starved,
         excluded_workers=sorted(choice.ask.excluded),
         config_version=choice.config.version,
+        is_met=choice.is_met,
+        elapsed_s=choice.ask.elapsed_s,
+        later_s=choice.won.later_s,
+        answer_tokens=choice.ask.answer_tokens,
     )
 
 

@@ -4,10 +4,10 @@ Pools are built of the candidates, in the order of their rows. The grid and the 
 with the configuration, the corrections and the draw with the choice.
 
 Compared with the record are: of a choice the winner with its rank and pool, `cell`, `base_pool`,
-`pool_order`, `overridden`, `targets`, `starved` and the pools that were looked at; of each candidate
-`excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached tokens ...)
-is found changed if one of these then comes out otherwise. Nothing else is compared: not the order of the
-candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and times.
+`pool_order`, `overridden`, `targets`, `starved`, `is_met` and the pools that were looked at; of each
+candidate `excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached
+tokens ...) is found changed if one of these then comes out otherwise. Nothing else is compared: not the
+order of the candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and times.
 """
 
 import math
@@ -26,6 +26,7 @@ from slagate.router.receipts.config import RecordedConfig, UnusableReceipt
 from slagate.router.receipts.messages import (
     FIGURES,
     FIGURES_WITH_LIMIT,
+    SECONDS_WITH_LIMIT,
     STAGE_OF_WIRE,
     choice_steps,
 )
@@ -38,7 +39,7 @@ from slagate.workers.runtime.cooperative import run_at_once
 TOLERANCE = 1e-9
 """Relative, of seconds: other processors and libraries may round exponentials otherwise in the last bit."""
 
-_SECONDS = ("score_s", "queued_s", "foreign_s")
+_SECONDS = ("score_s", "queued_s", "foreign_s", "pace", *SECONDS_WITH_LIMIT)
 _COUNTS = [name for name in (*FIGURES, *FIGURES_WITH_LIMIT) if name not in _SECONDS]
 
 
@@ -120,6 +121,9 @@ def _decide_again(
         raise UnusableReceipt(f"{place}.stage: the fleet file has no such stage")
     if not 0 <= recorded.draw < 1:
         raise UnusableReceipt(f"{place}.draw: must be in [0, 1), got {recorded.draw}")
+    for name in ("elapsed_s", "later_s", "answer_tokens"):
+        if not math.isfinite(getattr(recorded, name)):
+            raise UnusableReceipt(f"{place}.{name}: must be a finite number")
     keys = [
         PairKey(*(getattr(key, name) for name in PairKey._fields)) for key in recorded.pairing.keys
     ]
@@ -128,8 +132,16 @@ def _decide_again(
     rng = _Recorded(recorded.draw)
     found: tuple[str, str] | None
     try:
-        ask = _ask(recorded, decision)
-        choice = choose_stage(stage, ask, rules.grids[stage], pools, rng=rng, pairing=pairing)
+        ask = _ask(recorded, decision, by_targets=rules.policy != "least_loaded")
+        choice = choose_stage(
+            stage,
+            ask,
+            rules.grids[stage],
+            pools,
+            rng=rng,
+            pairing=pairing,
+            later_s=recorded.later_s,
+        )
     except _NotLookedAt as error:
         found = f"the choice goes on to pool {error}", "it was not looked at"
     else:
@@ -140,7 +152,7 @@ def _decide_again(
     return Mismatch(decision.request_id, stage.value, recorded=told, recomputed=again)
 
 
-def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> RoutingRequest:
+def _ask(recorded: gw.StageChoice, decision: gw.Decision, *, by_targets: bool) -> RoutingRequest:
     sla = decision.sla
     for name in ("ttft_ms", "itl_ms"):
         if not math.isfinite(getattr(sla, name)):
@@ -155,6 +167,9 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> RoutingRequest:
             by_objective=tuple(sla.by_objective),
         ),
         excluded=frozenset(recorded.excluded_workers),
+        elapsed_s=recorded.elapsed_s,
+        answer_tokens=recorded.answer_tokens,
+        by_targets=by_targets,
     )
 
 
@@ -239,6 +254,11 @@ def _view(where: str, candidate: gw.Candidate, model: str, keys: Sequence[PairKe
     for name in FIGURES_WITH_LIMIT:
         is_limited = candidate.HasField(name)  # type: ignore[arg-type]
         figures[name] = getattr(candidate, name) if is_limited else UNLIMITED
+    for name in SECONDS_WITH_LIMIT:
+        is_limited = candidate.HasField(name)  # type: ignore[arg-type]
+        figures[name] = getattr(candidate, name) if is_limited else math.inf
+    if figures["pace"] <= 0.0:
+        raise UnusableReceipt(f"{where}.pace: must be above 0")
     return RowView(
         address=candidate.worker,
         rank=candidate.rank if candidate.HasField("rank") else None,
@@ -253,7 +273,7 @@ def _difference(recorded: gw.StageChoice, again: gw.StageChoice) -> tuple[str, s
     """The first difference, as recorded and as it comes out; what matters most is compared first."""
     if _winner(recorded) != _winner(again):
         return _winner(recorded), _winner(again)
-    for name in ("cell", "base_pool", "pool_order", "pool", "overridden", "starved"):
+    for name in ("cell", "base_pool", "pool_order", "pool", "overridden", "starved", "is_met"):
         told, found = getattr(recorded, name), getattr(again, name)
         if told != found:
             return f"{name} {told}", f"{name} {found}"

@@ -84,6 +84,7 @@ class Prefilled(msgspec.Struct, frozen=True, gc=False, eq=False):
     choice: StageChoice
     cached_tokens: int  # as the engine found
     seconds: float | None  # from the call to the first token, or to the handoff
+    joined_s: float = 0.0  # work of later prompts in the step in which it ended
 
 
 class Latencies(NamedTuple):
@@ -113,6 +114,8 @@ class Record(msgspec.Struct, gc=False, eq=False):
     cached_tokens: int | None = None  # of the prompt, as the engine found; None: it does not say
     prefilled: tuple[Prefilled, ...] = ()  # more than one where prefill was done again
     decoded: bool = False  # whether decoding went well
+    decode_started_s: float | None = None  # when the decode leg that went well was called
+    stalled_s: float = 0.0  # that the answer waited for other prompts on an aggregated worker
 
     def attempt(self, stage: Stage, status: Status) -> None:
         """Add the status with which the call to the stage's chosen worker ended."""

@@ -24,7 +24,7 @@ MAX_RECEIPTS = 2048
 MAX_BYTES = 64 << 20
 """Of memory; with two pools of a thousand workers this limit is reached before the other."""
 
-RECEIPT_BYTES, CHOICE_BYTES, ROW_BYTES = 4096, 4096, 200
+RECEIPT_BYTES, CHOICE_BYTES, ROW_BYTES = 4096, 4096, 280
 """Estimated memory of an entry: for itself, for each choice, for each row that a choice looked at."""
 
 

@@ -133,7 +133,7 @@ async def _play(
             played.seconds = now_s() - first_s
             looking.cancel_scope.cancel()
         await check_idle(app, workers, n_requests=len(asks))
-        if router.policy == "prefix":
+        if router.policy == "slagate":
             check_index(app, workers)
         window_tokens = app.fleet.context_window(fleet.model)
         assert window_tokens is not None, "every simulated engine says it"

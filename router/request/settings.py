@@ -8,8 +8,8 @@ CUT_S = 2.0
 RECEIPTS_S = 1.0
 """For whoever follows receipts to get the last ones."""
 
-POLICIES = ("prefix", "least_loaded")
-"""By predicted seconds with what each worker has cached, or by load alone."""
+POLICIES = ("slagate", "least_loaded")
+"""By targets, and predicted seconds with what each worker has cached; or by predicted load alone."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Settings:
     """Whether the configuration is reloaded when its files change."""
     max_attempts: int = 3
     """Workers that one stage of a request may try."""
-    policy: str = "prefix"
+    policy: str = "slagate"
     """How workers are chosen; one of `POLICIES`."""
     max_waiting: int = 1024
     """Requests that may wait because every worker for them is at its limit."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from slagate.pools.fleet.fleet import Fleet, Prepared
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
-from slagate.pools.fleet_file.models import ANY_CLASS, AdmissionMode
+from slagate.pools.fleet_file.models import ANY_CLASS, AdmissionMode, default_for
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.table import State
 from slagate.pools.prefix.overlap import Prompt
@@ -24,6 +24,7 @@ from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER
 from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision, StageChoice, choose
 from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, RoutingRequest
+from slagate.router.scheduling.targets import promised
 from slagate.router.scheduling.wait_queue import Assignment, PendingAssignment, WaitQueue
 from slagate.workers.runtime.clock import monotonic_s
 
@@ -111,7 +112,7 @@ class Dispatcher:
         """The decision that `submit` would make now; no lease is taken. Raises like `submit`."""
         rng = random.Random()
         rng.setstate(self._rng.getstate())
-        return self._choose(ask, prompt, None, rng)
+        return self._choose(ask, prompt, None, rng, 0.0)
 
     def submit(
         self,
@@ -129,12 +130,14 @@ class Dispatcher:
         (`since_s`, on the clock of `now_s`). Raises `UnknownModel` or `NoWorker` where there is nothing to
         choose from.
         """
+        now_s = self._now_s()
+        came_s = now_s if since_s is None else since_s
         pending = PendingAssignment(
             ask,
             prompt,
             stages=stages,
-            decision=self._choose(ask, prompt, stages, self._rng),
-            since_s=self._now_s() if since_s is None else since_s,
+            decision=self._choose(ask, prompt, stages, self._rng, now_s - came_s),
+            since_s=came_s,
             leave=self._leave,
         )
         self._settle(pending, self._queue.reserved_before(pending))
@@ -177,7 +180,10 @@ class Dispatcher:
     def _decide_again(self, pending: PendingAssignment, reserved: Set[str]) -> None:
         """Decide anew for a request that waits, and settle it if that can be."""
         try:
-            pending.decision = self._choose(pending.ask, pending.prompt, pending.stages, self._rng)
+            elapsed_s = self._now_s() - pending.since_s
+            pending.decision = self._choose(
+                pending.ask, pending.prompt, pending.stages, self._rng, elapsed_s
+            )
             choices = pending.decision.stages
             # Not refused before its turn: workers that are down now may be back by then.
             if not any(choice.row is not None and choice.pool in reserved for choice in choices):
@@ -195,15 +201,21 @@ class Dispatcher:
         prompt: Prompt | None,
         stages: tuple[Stage, ...] | None,
         rng: random.Random,
+        elapsed_s: float,
     ) -> Decision:
         """A decision for `stages`, None: for all. Raises `UnknownModel` or `NoWorker`."""
         fleet = self.fleet
         if not fleet.serves(ask.model):
             raise self._unserved(ask.model)
+        sla = ask.sla
         if fleet.objectives:
-            ask = replace(ask, sla=ask.sla.with_defaults(fleet.objectives))
-            if ask.sla.is_unlisted:
-                self._note_class(ask.sla.objective)
+            sla = sla.with_defaults(fleet.objectives)
+            if sla.is_unlisted:
+                self._note_class(sla.objective)
+        answer_tokens = fleet.answers.expected(sla.objective)
+        if ask.max_tokens is not None:
+            answer_tokens = min(ask.max_tokens, answer_tokens)
+        ask = replace(ask, sla=sla, elapsed_s=elapsed_s, answer_tokens=answer_tokens)
         grids = fleet.grids
         if stages is not None:
             gone = ", ".join(stage.value for stage in stages if stage not in grids)
@@ -228,22 +240,33 @@ class Dispatcher:
             has_to_wait |= choice.row is None or choice.pool in reserved
         if has_to_wait:
             return
+        if pending.decision.is_met is False and self._is_shed(pending.decision.ask):
+            why = "predicted to miss its targets on every worker"
+            pending.settle(Overloaded(why, retry_after_ms=self._queue.hint_ms(pending)))
+            return
         leases: dict[Stage, Lease] = {}
         try:
             for choice in choices:
                 assert choice.row is not None
-                pool, scored = self.fleet.pools[choice.pool], choice.scored[-1]
+                pool, scored = self.fleet.pools[choice.pool], choice.won
                 if choice.pool != choice.pool_order[0]:
                     _note_spill(pool, choice)
-                work, n_leases = scored.work(choice.row), scored.pool.n_leases
+                work = scored.work(choice.row)
+                if choice.is_met:
+                    work = promised(scored, choice.row, work, self._now_s())
                 leases[choice.stage] = pool.lease(
-                    choice.row, work, pending.prompt, n_leases=n_leases
+                    choice.row, work, pending.prompt, n_leases=scored.pool.n_leases
                 )
         except Exception:
             for lease in leases.values():
                 lease.release()
             raise
         pending.settle(Assignment(pending.decision, leases))
+
+    def _is_shed(self, ask: RoutingRequest) -> bool:
+        """Whether a request that is predicted to miss its targets is refused for it."""
+        objective = default_for(self.fleet.objectives, ask.sla.objective)
+        return self._admission == "on" and (objective is None or objective.policy == "shed")
 
     def _wait(self, pending: PendingAssignment) -> None:
         n_waiting = self._queue.n_waiting + self._peers.n_waiting

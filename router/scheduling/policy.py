@@ -8,11 +8,14 @@ spills to, then the retry order of the configuration. The first pool with a work
 gets it; there the worker and rank with the least predicted seconds win, see `score`.
 """
 
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.fleet_file.models import ANY_CLASS
@@ -29,6 +32,7 @@ from slagate.router.scheduling.score import (
     open_and_awaited,
     score_pool,
 )
+from slagate.router.scheduling.targets import judged
 
 NO_CONFIG = gw.GatewayConfig()
 
@@ -54,10 +58,14 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     pool_order: tuple[str, ...]
     pool: str  # the winner's; without a winner, the first of `pool_order`
     scored: tuple[ScoredPool, ...]  # every pool that was looked at
-    row: int | None  # the winner's index in the last of `scored`; None: no row may take the request
+    won: ScoredPool  # the winner's pool; without a winner, the last one of `scored`
+    row: int | None  # the winner's index in it; None: no row may take the request
     starved: bool  # the winner goes first because it had no request for long
     draw: float  # in [0, 1), the one random number that was drawn: it chose between equals
     config: gw.GatewayConfig  # in force when the choice was made
+    is_met: bool | None = (
+        None  # whether the targets are predicted to be met; None: it was not judged
+    )
     pairing: Pairing | None = None  # None: the other stage left every row open
 
     @property
@@ -74,18 +82,18 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     @property
     def worker(self) -> str | None:
         """The address of the chosen worker; None: no row may take the request."""
-        return None if self.row is None else self.scored[-1].pool.rows.names[self.row][0]
+        return None if self.row is None else self.won.pool.rows.names[self.row][0]
 
     @property
     def winner(self) -> ScoredRow | None:
         """The row that was chosen; None: no row may take the request."""
-        return None if self.row is None else self.scored[-1].row_values(self.row)
+        return None if self.row is None else self.won.row_values(self.row)
 
     @property
     def pair_keys(self) -> tuple[PairKey, ...]:
         """What the chosen worker says of its handoffs; without one, what any that was looked at says."""
         if self.row is not None:
-            keys, ids = self.scored[-1].pool.rows.pairs
+            keys, ids = self.won.pool.rows.pairs
             return (keys[ids.item(self.row)],)
         return tuple(key for scored in self.scored for key in scored.pool.rows.pairs.keys)
 
@@ -126,6 +134,12 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
             if choice.stage is stage:
                 return choice
         raise KeyError(stage)
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether all targets are predicted to be met; None: none was judged."""
+        judged = [choice.is_met for choice in self.stages if choice.is_met is not None]
+        return all(judged) if judged else None
 
     def replace(self, choice: StageChoice) -> "Decision":
         """A copy of the decision with this choice for its stage."""
@@ -168,16 +182,34 @@ def choose(
 
     The workers of prefill and decode fit each other, or there are none that do.
     """
-    choices = tuple(
-        [
-            # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
-            _chosen(stage, ask, grid, pools, draw=rng.random(), config=config)
-            for stage, grid in stages.items()
-        ]
-    )
+    found: list[StageChoice] = []
+    later_s = ask.later_s
+    # The last stage first: what it takes to the first token is part of TTFT.
+    for stage in reversed(list(stages)):
+        # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
+        draw = rng.random()
+        choice = _chosen(
+            stage, ask, stages[stage], pools, draw=draw, config=config, later_s=later_s
+        )
+        found.insert(0, choice)
+        if choice.row is not None:
+            later_s += choice.won.ttft_s.item(choice.row)
+    choices = tuple(found)
     if not _go_together(ask, choices):
         choices = _as_pair(ask, choices, stages, pools)
     return Decision(ask, choices)
+
+
+def choose_by_load(
+    ask: RoutingRequest,
+    stages: Mapping[Stage, StageGrid],
+    pools: Mapping[str, PoolSnapshot],
+    *,
+    rng: random.Random,
+    config: gw.GatewayConfig = NO_CONFIG,
+) -> Decision:
+    """`choose` for a request whose targets do no more than place it in the grid."""
+    return choose(replace(ask, by_targets=False), stages, pools, rng=rng, config=config)
 
 
 def _go_together(ask: RoutingRequest, choices: tuple[StageChoice, ...]) -> bool:
@@ -242,6 +274,7 @@ def _choose_again(
         draw=choice.draw,
         config=choice.config,
         pairing=pairing,
+        later_s=choice.won.later_s,
     )
 
 
@@ -254,12 +287,17 @@ def choose_stage(
     rng: random.Random,
     config: gw.GatewayConfig = NO_CONFIG,
     pairing: Pairing | None = None,
+    later_s: float = 0.0,
 ) -> StageChoice:
     """Choose a worker for one stage; draws exactly one number from `rng`.
 
-    With `pairing` only rows that fit what the other stage has may be chosen.
+    With `pairing` only rows that fit what the other stage has may be chosen. `later_s` are predicted
+    seconds from the stage's first response to the first token.
     """
-    return _chosen(stage, ask, grid, pools, draw=rng.random(), config=config, pairing=pairing)
+    draw = rng.random()
+    return _chosen(
+        stage, ask, grid, pools, draw=draw, config=config, pairing=pairing, later_s=later_s
+    )
 
 
 def _chosen(
@@ -271,6 +309,7 @@ def _chosen(
     draw: float,
     config: gw.GatewayConfig,
     pairing: Pairing | None = None,
+    later_s: float,
 ) -> StageChoice:
     sla, isl_tokens = ask.sla, ask.isl_tokens
     values = {
@@ -279,29 +318,66 @@ def _chosen(
         "ttft_ms": sla.ttft_ms,
         "itl_ms": sla.itl_ms,
     }
-    cell, order = grid.place(values, sla.priority)
-    scored: list[ScoredPool] = []
-    row, starved = None, False
-    for name in order:
-        looked_at = score_pool(stage, ask, pools[name], pairing)
-        scored.append(looked_at)
-        row, starved = looked_at.pick(draw)
-        if row is not None:
-            break
+    place = grid.place(values, sla.priority)
+    scored: dict[str, ScoredPool] = {}
+    name, row, is_met, starved = place.order[0], None, None, False
+    has_target = (stage is not Stage.DECODE and sla.ttft_ms is not None) or (
+        stage is not Stage.PREFILL and sla.itl_ms is not None
+    )
+    if has_target and ask.by_targets:
+        score = partial(score_pool, stage, ask, pairing=pairing, later_s=later_s)
+        name, row, is_met = _by_targets(place.spill, pools, score, scored, draw)
+    if row is None:
+        is_met = None  # nothing is predicted, or no row may be chosen
+        for name in place.order:
+            if name not in scored:
+                scored[name] = score_pool(stage, ask, pools[name], pairing, later_s)
+            row, starved = scored[name].pick(draw)
+            if row is not None:
+                break
     return StageChoice(
         stage=stage,
         ask=ask,
         grid=grid,
-        cell=cell,
-        pool_order=order,
-        pool=order[0] if row is None else name,
-        scored=tuple(scored),
+        cell=place.cell,
+        pool_order=place.order,
+        pool=place.order[0] if row is None else name,
+        scored=tuple(scored.values()),
+        won=scored[name],
         row=row,
         starved=starved,
         draw=draw,
         config=config,
+        is_met=is_met,
         pairing=pairing,
     )
+
+
+def _by_targets(
+    names: tuple[str, ...],
+    pools: Mapping[str, PoolSnapshot],
+    score: Callable[[PoolSnapshot], ScoredPool],
+    scored: dict[str, ScoredPool],
+    draw: float,
+) -> tuple[str, int | None, bool | None]:
+    """The first of these pools in which the request is predicted to meet its targets, and its row.
+
+    Else the pool and row where it is the least late. The last value says which of both it is. What is
+    looked at is added to `scored`.
+    """
+    least_late, late_name, late_row = math.inf, names[0], None
+    for name in names:
+        scored[name] = score(pools[name])
+        of_pool = judged(scored[name])
+        if of_pool is None:
+            return name, None, None
+        row = of_pool.fullest(draw)
+        if row is not None:
+            return name, row, True
+        row, late = of_pool.least_late(draw)
+        if late < least_late:
+            least_late, late_name, late_row = late, name, row
+    return late_name, late_row, False
 
 
 def _target(axis: AnyAxis, sla: Sla) -> LatencyTarget:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.table import (
     LEFT,
@@ -40,7 +41,6 @@ from slagate.pools.inflight.table import (
     Rows,
     RowView,
     State,
-    Work,
 )
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER, TAKERS_AT_LIMIT, Pairing
@@ -85,6 +85,13 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     sla: Sla
     excluded: frozenset[str] = frozenset()  # addresses of workers that failed this request already
     partner: PairKey | None = None  # a retry of one stage: the worker of the other one, which stays
+    elapsed_s: float = 0.0  # since it arrived
+    later_s: float = (
+        0.0  # that stages which stay take to the first token, behind those that are chosen
+    )
+    by_targets: bool = True  # whether its targets decide between pools and between workers
+    max_tokens: int | None = None  # of the answer, as the client says
+    answer_tokens: float = 256.0  # expected
 
 
 class ScoredRow(msgspec.Struct, frozen=True, gc=False):
@@ -107,10 +114,11 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     stage: Stage
     ask: RoutingRequest
     score_s: Floats  # f64[n_rows]
-    work_s: Floats | None  # f64[n_rows], seconds to prefill the prompt; None for decode
-    ttft_s: Floats | None  # f64[n_rows], predicted; None for decode
+    work_s: Floats | None  # f64[n_rows], work of the prompt, before any correction; None for decode
+    ttft_s: Floats  # f64[n_rows], predicted from the leg's start to its first response
     itl_s: Floats | None  # f64[n_rows], predicted; None for prefill
     pairing: Pairing | None = None  # None: any row goes with what the other stage has
+    later_s: float = 0.0  # predicted from that response to the first token
 
     def __len__(self) -> int:
         return len(self.score_s) - self.pool.rows.counts.n_left
@@ -154,7 +162,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
             pool.view(row),
             pool.name,
             self.score_s.item(row),
-            None if ttft_s is None or not estimator.predicts_prefill else ttft_s.item(row),
+            ttft_s.item(row) + self.later_s if estimator.predicts_prefill else None,
             None if itl_s is None or not estimator.predicts_itl else itl_s.item(row),
             excluded,
         )
@@ -167,6 +175,11 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         new_tokens = isl_tokens - self.pool.cached.cached_tokens.item(row)
         context_tokens = 0 if self.stage is Stage.PREFILL else isl_tokens
         return Work(new_tokens, self.work_s.item(row), context_tokens)
+
+    def rate(self, row: int) -> float:
+        """Seconds of the clock that a row takes for one of prefill work."""
+        pool = self.pool
+        return pool.estimator.coefficients.prefill_scale * pool.rows.pace.item(row)
 
     def waiting_s(self, row: int) -> float:
         """Seconds until a row could compute the prompt: its queue, and loading blocks from the host."""
@@ -186,7 +199,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
 
         The index is None if no row may be chosen. `draw` in [0, 1) chooses between equals.
         """
-        open_ = self._open()
+        open_ = self.open_rows()
         n_open = len(self.score_s) if open_ is None else len(open_)
         if not n_open:
             return None, False
@@ -207,7 +220,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
             best = best[last == last.item(last.argmin())]
         return best.item(int(draw * len(best))), has_starved
 
-    def _open(self) -> Ints | None:
+    def open_rows(self) -> Ints | None:
         """Rows that may be chosen, without suspect ones if there are others; None: all may."""
         rows, ask = self.pool.rows, self.ask
         serving = rows.serving(ask.model)
@@ -237,9 +250,9 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def _starved(self, open_: Ints | None, starved_at: int) -> Ints:
         of, ttft_ms = self.pool.rows, self.ask.sla.ttft_ms
         starved = (of.last_chosen <= starved_at) & (of.batch == 1)
-        if ttft_ms is not None and self.ttft_s is not None:
+        if ttft_ms is not None:
             # A copy of the prefix there is for requests to come, not at the price of this one's target.
-            starved &= self.ttft_s * 1000 <= ttft_ms
+            starved &= (self.ttft_s + self.later_s + self.ask.elapsed_s) * 1000 <= ttft_ms
         rows: Ints = starved.nonzero()[0] if open_ is None else open_[starved[open_]]
         return rows
 
@@ -256,21 +269,29 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def score_pool(
-    stage: Stage, ask: RoutingRequest, pool: PoolSnapshot, pairing: Pairing | None = None
+    stage: Stage,
+    ask: RoutingRequest,
+    pool: PoolSnapshot,
+    pairing: Pairing | None = None,
+    later_s: float = 0.0,
 ) -> ScoredPool:
     """Score every row of a pool for one stage of a request, in predicted seconds."""
     rows, estimator = pool.rows, pool.estimator
-    score_s: Floats
-    work_s = ttft_s = itl_s = None
-    if stage is not Stage.DECODE:
-        work_s = _work_s(ask, pool)
-        score_s = ttft_s = estimator.ttft_many(rows.load_s + work_s)
+    pace = rows.pace
+    work_s = itl_s = None
     if stage is not Stage.PREFILL:
-        batch = rows.batch
-        itl_s = estimator.itl_of_batches(batch, rows.mean_tokens(ask.isl_tokens))
-        decode_s = itl_s * batch
-        score_s = decode_s if ttft_s is None else ttft_s + decode_s
-    return ScoredPool(pool, stage, ask, score_s, work_s, ttft_s, itl_s, pairing)
+        itl_s = estimator.itl_of_batches(rows.batch, rows.mean_tokens(ask.isl_tokens))
+        itl_s *= pace
+    if stage is Stage.DECODE:
+        assert itl_s is not None
+        score_s: Floats = itl_s * rows.batch
+        ttft_s = estimator.ttft_many(itl_s + estimator.transfer_s(ask.isl_tokens))
+    else:
+        work_s = _work_s(ask, pool)
+        score_s = ttft_s = estimator.ttft_many(rows.load_s + work_s * pace)
+        if itl_s is not None:
+            score_s = ttft_s + itl_s * rows.batch
+    return ScoredPool(pool, stage, ask, score_s, work_s, ttft_s, itl_s, pairing, later_s)
 
 
 def open_and_awaited(

@@ -27,7 +27,7 @@ import numpy as np
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Work
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import choose, choose_stage

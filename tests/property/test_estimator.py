@@ -115,7 +115,9 @@ def test_whatever_is_observed_predictions_stay_finite_and_repeat(
     first, second = Estimator(profile, source="p"), Estimator(profile, source="p")
     for estimator in (first, second):
         for x, y, queued_s, seconds in seen * n_rounds:
-            estimator.observe_prefill(x, y, queued_s, seconds)
+            estimator.observe_first_response(
+                estimator.frozen.work_s(x, y), seconds, queued_s=queued_s
+            )
             estimator.observe_itl(x, y, seconds)
     frozen = first.frozen
     assert frozen.coefficients == second.frozen.coefficients

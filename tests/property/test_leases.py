@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slagate.pools.fleet.pool import Lease
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import State, Work
+from slagate.pools.inflight.table import State
 from support.builders import pool
 
 LIMIT = 4

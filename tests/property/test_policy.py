@@ -177,7 +177,7 @@ def test_rows_that_are_open_are_those_without_a_reason(stage: Stage) -> None:
         told = list(scored.candidates(range(len(rows))))
         feasible = [each for each in told if not each.excluded]
         healthy = [each for each in feasible if not each.view.suspect] or feasible
-        open_ = scored._open()
+        open_ = scored.open_rows()
         found = range(len(rows)) if open_ is None else open_.tolist()
         assert list(found) == [each.row for each in healthy], (causes, excluded)
         assert scored.n_open == len(feasible)

@@ -130,11 +130,11 @@ def test_predicted_tokens_are_what_the_engines_report_and_more_than_load_alone_g
             seen = await simulate(fleet, plans)
             check_tokens(seen)
             await check_idle(fleet.app, fleet.workers, n_requests=len(plans))
-            if policy == "prefix":
+            if policy == "slagate":
                 check_index(fleet.app, fleet.workers)
             return seen, fleet
 
-    seen, fleet = virtual_loop.run(main, "prefix")
+    seen, fleet = virtual_loop.run(main, "slagate")
     predicted, found, error = cached(seen)
     assert error <= 0.05 * found, (predicted, found, error)
     truths = [member.prefix_error for member in fleet.app.fleet.members()]

@@ -1,5 +1,6 @@
 """Small things to start a test from: fleets, members, views, requests, handoffs."""
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.grid import Axis, Stage, StageGrid
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, RowView, State, Work, rows_of
+from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, RowView, State, rows_of
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.pools.prefix.match import cached_of
 from slagate.pools.prefix.overlap import Prompt
@@ -82,6 +84,12 @@ def view(
         "capacity_tokens": UNLIMITED,
         "foreign_requests": 0,
         "foreign_s": 0.0,
+        "pace": 1.0,
+        "itl_limit_s": math.inf,
+        "stall_room_s": math.inf,
+        "join_slack_s": math.inf,
+        "join_quiet_s": math.inf,
+        "join_tokens": 0,
         "last_chosen": 0,
     }
     return RowView(

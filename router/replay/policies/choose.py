@@ -77,7 +77,7 @@ class PeerChoice:
             "ttft_ms": ask.sla.ttft_ms,
             "itl_ms": ask.sla.itl_ms,
         }
-        cell, order = grid.place(values, ask.sla.priority)
+        cell, order, _ = grid.place(values, ask.sla.priority)
         names = grid.pool_names if self._policy.over_all_pools else order[:1]
         scored = tuple(score_pool(stage, ask, pools[name]) for name in names)
         return _Placed(grid, cell, scored)
@@ -139,7 +139,7 @@ def _is_full(scored: ScoredPool) -> Flags:
 
 
 def _prefill_s(scored: ScoredPool) -> Floats:
-    return np.zeros(len(scored.score_s)) if scored.ttft_s is None else scored.ttft_s
+    return np.zeros(len(scored.score_s)) if scored.stage is Stage.DECODE else scored.ttft_s
 
 
 def _prompt_tokens_per_s(scored: ScoredPool) -> Floats:
@@ -192,6 +192,7 @@ def _choice(
         pool_order=order,
         pool=order[0],
         scored=scored,
+        won=scored[-1],
         row=row,
         starved=False,
         draw=draw,

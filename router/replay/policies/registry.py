@@ -15,8 +15,8 @@ from slagate.router.replay.policies.round_robin import RoundRobin
 from slagate.router.replay.policies.smg_wait import SmgWait
 from slagate.router.replay.policies.static_grid import StaticGrid
 from slagate.router.replay.policies.view import PeerPolicy
-from slagate.router.request.settings import POLICIES as OWN
 from slagate.router.request.settings import Settings
+from slagate.router.scheduling.policy import choose_by_load
 from slagate.workers.runtime.usage import UsageError, nearest
 
 Value = float | str
@@ -32,6 +32,13 @@ PEERS: Mapping[str, Callable[..., PeerPolicy]] = {
     "mooncake": Mooncake,
     "polyserve": PolyServe,
 }
+
+OWN: Mapping[str, Router] = {
+    "slagate": Router(),
+    "prefix": Router(choose=choose_by_load),
+    "least_loaded": Router("least_loaded", choose_by_load),
+}
+"""The gateway's own: as it serves; by predicted seconds in the grid's pool; the same without caches."""
 
 NAMES = (*OWN, *PEERS)
 """All policies, the gateway's own first."""
@@ -69,7 +76,7 @@ def make(policy: str, parameters: Mapping[str, object]) -> Router:
         _check_name(name, known, f"parameters.{policy}")
         _check_value(value, known[name], f"parameters.{policy}.{name}")
     if policy in OWN:
-        return Router(policy)
+        return OWN[policy]
     # The gateway's own index of prefixes is what peers see of caches.
     return Router(Settings.policy, PeerChoice(PEERS[policy](**parameters)))
 

@@ -1,5 +1,6 @@
 """Receipts: as the trailing metadata carries them, and of decisions over random fleets."""
 
+import math
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -48,20 +49,22 @@ def receipt_of(answer: Answer) -> gw.Receipt:
 class RandomFleet:
     """A fleet of several pools a stage, with and without profiles, that is in another state each time."""
 
-    def __init__(self, mode: str = "disagg") -> None:
+    def __init__(self, mode: str = "disagg", *, spill: str = "listed") -> None:
         content: dict[str, Any] = disagg_file() if mode == "disagg" else agg_file()
         content["enable_priority_retry"] = True
+        content["scheduling"] = {"spill": spill}
         stages = ("prefill", "decode") if mode == "disagg" else ("agg",)
         names = [name for stage in stages for name in content[f"{stage}_pools"]]
         content["pools"] = {
-            name: {"workers": [f"{name}:1"]} | ({"profile": PROFILE, "tp": 1} if at % 2 else {})
+            name: {"workers": [f"{name}:1"]}
+            | ({"profile": PROFILE, "tp": 1} if at % 2 or spill != "listed" else {})
             for at, name in enumerate(names)
         }
         overrides = {"min_priority": 5, "max_priority": 9, "target_pool": 1}
         for stage in stages:
             content[f"{stage}_pool_selection_strategy"]["priority_overrides"] = [overrides]
         prepared = prepare(parse_config(content, source="fleet.json", serving=True))
-        self.config = config_message(prepared, policy="prefix")
+        self.config = config_message(prepared, policy="slagate")
         self._fleet = Fleet(prepared)
 
     def receipt(self, rng: random.Random, number: int = 1) -> gw.Receipt:
@@ -75,7 +78,7 @@ class RandomFleet:
         for choice in record.decision.stages:
             other = [each for each in record.decision.stages if each.stage is not choice.stage]
             partner = other[0].pair_keys[0] if other and other[0].worker else None
-            while choice.winner is not None and rng.random() < 0.3:
+            while choice.winner is not None and rng.random() < 0.4:
                 record.attempt(choice.stage, OK)
                 excluded = ask.excluded | {choice.winner.view.address}
                 ask = replace(ask, excluded=excluded, partner=partner)
@@ -131,6 +134,17 @@ def _row(
         figures["capacity_tokens"] = rng.choice([800, 5000])
     if rng.random() < 0.2:
         figures |= {"foreign_requests": rng.randint(1, 3), "foreign_s": rng.random() / 10}
+    if rng.random() < 0.3:
+        figures["pace"] = rng.choice([0.5, 2.0, rng.uniform(0.25, 4.0)])
+    if cached and inflight and rng.random() < 0.5:
+        figures |= {
+            "join_tokens": rng.choice([0, 50, 4000]),
+            "join_slack_s": rng.choice([-0.1, 0.01, math.inf]),
+            "join_quiet_s": rng.choice([-0.1, 0.01, math.inf]),
+            "stall_room_s": rng.choice([0.0, 0.01, 1.0, math.inf]),
+        }
+    if inflight and rng.random() < 0.5:
+        figures["itl_limit_s"] = rng.choice([0.003, 0.02, 0.05])
     if cached and rng.random() < 0.4:
         figures |= {
             "device_tokens": rng.choice([0, 64, 96]),

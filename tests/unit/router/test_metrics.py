@@ -6,10 +6,10 @@ from prometheus_client import Histogram
 from prometheus_client.core import Metric
 
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Work
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.kv_events.view import EventView
 from slagate.router.metrics import TTFT_BUCKETS_S, Metrics
-from slagate.router.receipts.record import Record
+from slagate.router.receipts.record import Latencies, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
@@ -17,6 +17,8 @@ from slagate.router.scheduling.policy import choose
 from slagate.workers.runtime.virtual_loop import run
 from support.builders import ask, fleet, one_cell, pool_view, request, rng, view
 from support.gateway.request_path import bench
+
+NO_LATENCIES = Latencies(None, None, None, None)
 
 
 def exercised() -> Metrics:
@@ -26,11 +28,11 @@ def exercised() -> Metrics:
     for member in of.members():
         member.events = EventView(member.address, unix_s=lambda: 0.0)
     for pool in of.pools.values():
-        pool.estimator.observe_prefill(100, 0, queued_s=0.0, seconds=0.1)
+        pool.estimator.observe_first_response(pool.estimator.frozen.work_s(100, 0), 0.1)
         pool.estimator.observe_itl(1, 100, seconds=0.01)
     metrics.watch(Dispatcher(of, rng=rng()))
     record = finished_record()
-    metrics.measure(record, Outcome.COMPLETED)
+    metrics.measure(record, Outcome.COMPLETED, record.latencies())
     metrics.retries.labels(stage="prefill", code="UNAVAILABLE").inc()
     metrics.handoffs_released.labels(result="released").inc()
     return metrics
@@ -89,7 +91,7 @@ def test_a_request_is_measured_by_the_pools_that_served_it() -> None:
 
 def test_a_refusal_measures_nothing_but_its_outcome() -> None:
     metrics = Metrics()
-    metrics.measure(Record(0.0), Outcome.INVALID)
+    metrics.measure(Record(0.0), Outcome.INVALID, NO_LATENCIES)
     samples = [s for f in metrics.registry.collect() for s in f.samples if s.value]
     named = [s for s in samples if not s.name.endswith("_created")]
     assert [(s.name, s.labels) for s in named] == [

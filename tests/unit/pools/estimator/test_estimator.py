@@ -48,7 +48,7 @@ def teach(
     for _ in range(n):
         new_tokens = isl_tokens or prompt(rng)
         seconds = truth(PROFILE.prefill_s(new_tokens, 0)) * rng.lognormvariate(0, noise)
-        estimator.observe_prefill(new_tokens, 0, 0.0, seconds)
+        estimator.observe_first_response(estimator.frozen.work_s(new_tokens, 0), seconds)
         seen.append(estimator.frozen.coefficients)
     return seen
 
@@ -114,7 +114,7 @@ def test_what_every_decode_step_takes_longer_is_learnt_as_a_scale() -> None:
 def test_a_few_first_observations_change_nothing() -> None:
     estimator = learner()
     before = estimator.frozen
-    estimator.observe_prefill(1000, 0, 0.0, 1.0)
+    estimator.observe_first_response(estimator.frozen.work_s(1000, 0), 1.0)
     assert estimator.frozen is before
     estimator = learner()
     seen = teach(estimator, lambda work_s: 2 * work_s, n=MIN_OBSERVED, seed=1)
@@ -128,9 +128,9 @@ def test_what_is_frozen_stays_and_is_the_same_object_until_the_numbers_change() 
     before = estimator.frozen
     predicted_s = before.prefill_s(1000, 0)
     assert estimator.frozen is before
-    estimator.observe_prefill(1000, 0, 0.0, math.nan)
+    estimator.observe_first_response(estimator.frozen.work_s(1000, 0), math.nan)
     assert estimator.frozen is before
-    estimator.observe_prefill(1000, 0, 0.0, 1.0)
+    estimator.observe_first_response(estimator.frozen.work_s(1000, 0), 1.0)
     assert estimator.frozen is not before
     assert before.prefill_s(1000, 0) == predicted_s != estimator.frozen.prefill_s(1000, 0)
 
@@ -174,9 +174,11 @@ def test_errors_are_of_the_predictions_as_they_were_made() -> None:
     estimator = learner()
     assert (estimator.prefill_error, estimator.itl_error, estimator.n_observed) == (None, None, 0)
     predicted_s = PROFILE.prefill_s(1000, 0)
-    estimator.observe_prefill(1000, 0, 0.0, 2 * predicted_s)
+    estimator.observe_first_response(estimator.frozen.work_s(1000, 0), 2 * predicted_s)
     assert estimator.prefill_error == pytest.approx(0.5)
-    estimator.observe_prefill(1000, 0, predicted_s, 2 * predicted_s)
+    estimator.observe_first_response(
+        estimator.frozen.work_s(1000, 0), 2 * predicted_s, queued_s=predicted_s
+    )
     assert estimator.prefill_error == pytest.approx(0.25)
     estimator.observe_itl(4, 1000, 0.5 * PROFILE.itl_s(4, 1000))
     assert estimator.itl_error == pytest.approx(1.0)
@@ -195,8 +197,8 @@ def test_the_reported_error_falls_once_the_truth_is_learnt() -> None:
 @pytest.mark.parametrize("bad", [-0.001, math.nan, math.inf, -math.inf, 1e6])
 def test_what_is_no_time_is_not_learnt_from(bad: float) -> None:
     estimator = learner()
-    estimator.observe_prefill(1000, 0, 0.0, bad)
-    estimator.observe_prefill(1000, 0, bad - 1, 0.1)
+    estimator.observe_first_response(estimator.frozen.work_s(1000, 0), bad)
+    estimator.observe_first_response(estimator.frozen.work_s(1000, 0), 0.1, queued_s=bad - 1)
     estimator.observe_itl(4, 1000, bad)
     assert estimator.n_observed == 0
 
@@ -206,14 +208,14 @@ def test_one_stall_hardly_moves_the_prediction(seed: int) -> None:
     estimator = learner()
     teach(estimator, lambda work_s: work_s, n=200, seed=seed)
     before_s = estimator.frozen.prefill_s(2000, 0)
-    estimator.observe_prefill(2000, 0, 0.0, 100 * before_s)
+    estimator.observe_first_response(estimator.frozen.work_s(2000, 0), 100 * before_s)
     assert estimator.frozen.prefill_s(2000, 0) == pytest.approx(before_s, rel=0.03)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_slow_first_request_is_forgotten(seed: int) -> None:
     estimator = learner()
-    estimator.observe_prefill(100, 0, 0.0, 8.0)
+    estimator.observe_first_response(estimator.frozen.work_s(100, 0), 8.0)
     teach(estimator, lambda work_s: work_s, n=50, seed=seed)
     frozen = estimator.frozen
     assert frozen.prefill_s(2000, 0) == pytest.approx(PROFILE.prefill_s(2000, 0), rel=0.1)
@@ -244,7 +246,7 @@ def test_queues_that_nobody_counted_stay_out_of_the_coefficients(seed: int) -> N
         seconds = PROFILE.prefill_s(new_tokens, 0) * rng.lognormvariate(0, 0.1)
         if rng.random() < 0.3:
             seconds += rng.expovariate(1 / 0.1)
-        estimator.observe_prefill(new_tokens, 0, 0.0, seconds)
+        estimator.observe_first_response(estimator.frozen.work_s(new_tokens, 0), seconds)
         if i >= 100:
             scale, offset_s = estimator.frozen.coefficients.prefill
             assert 0.85 < scale < 1.35
@@ -269,7 +271,9 @@ def test_nothing_swings_in_a_queue_that_was_predicted_with_it(
         busy_s = 2 * PROFILE.prefill_s(new_tokens, 0) * rng.lognormvariate(0, 0.05)
         now_s += rng.expovariate(utilisation / mean_s)
         for done in [entry for entry in waiting if entry[0] <= now_s]:
-            estimator.observe_prefill(done[2], 0, done[3], done[4])
+            estimator.observe_first_response(
+                estimator.frozen.work_s(done[2], 0), done[4], queued_s=done[3]
+            )
         waiting = [entry for entry in waiting if entry[0] > now_s]
         queued_s = sum(entry[1] for entry in waiting)
         free_s = max(now_s, free_s) + busy_s
@@ -284,7 +288,7 @@ def test_nothing_swings_in_a_queue_that_was_predicted_with_it(
 def test_an_engine_that_takes_no_time_leaves_the_order_of_prompts() -> None:
     estimator = learner()
     for _ in range(200):
-        estimator.observe_prefill(1000, 0, 0.0, 0.0)
+        estimator.observe_first_response(estimator.frozen.work_s(1000, 0), 0.0)
         estimator.observe_itl(4, 1000, 0.0)
     frozen = estimator.frozen
     seconds = [frozen.prefill_s(new_tokens, 0) for new_tokens in (10, 100, 1000, 10_000)]

@@ -7,9 +7,10 @@ from slagate.pools.fleet.health import FAILURES_TO_LEAVE
 from slagate.pools.fleet.member import Member, pair_of
 from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, State, Work
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
 from slagate.proto import openengine_pb2 as oe
 from support.builders import member, pool
 
@@ -83,6 +84,7 @@ def test_the_reason_says_why_it_is_not_ready() -> None:
 
 def test_a_view_is_a_copy_of_that_moment() -> None:
     of = pool("w:1", max_inflight=2)
+    of.table.now_s = lambda: 0.0
     before = of.snapshot()
     of.lease(0, Work(10, 0.5, 20))
     view = before.view(0)

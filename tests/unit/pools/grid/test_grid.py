@@ -194,7 +194,35 @@ def test_a_place_that_was_found_before_is_that_of_its_bands_and_rule() -> None:
             (150, 4, ("c",)),
             (150, 3, ("b", "a", "c")),
         ):
-            cell, order = of.place({"isl": isl}, priority)
+            cell, order, spill = of.place({"isl": isl}, priority)
             assert (order, cell) == (names, of.select({"isl": isl}, priority))
             assert cell.base_pool == (2 if isl == 150 else 0)
             assert cell.pool == of.pool_names.index(names[0])
+            assert cell.by_rule == (priority == 3)
+            assert spill == (names[:1] if cell.by_rule else names[: 1 + len(cell.spill)])
+
+
+def test_load_decides_among_the_pools_that_the_grid_lists_or_among_all_the_cheapest_first() -> None:
+    only_b = PriorityRule(3, 3, 1)
+    axes = (Axis("isl", 0, 200, 2), Axis("ttft_ms", 100, 900, 1))
+
+    def spill(mode: str, isl: int, priority: int | None = None) -> tuple[str, ...]:
+        of = StageGrid(
+            axes,
+            ((0, 2), (3,)),
+            ("a", "b", "c", "d"),
+            (0, 1, 2, 3),
+            (only_b,),
+            spill=mode,
+            costs=(4, 1, 2, 1),
+        )
+        place = of.place({"isl": isl}, priority)
+        assert set(place.spill) <= set(place.order)
+        assert place.order[0] == of.pool_names[place.cell.pool]
+        return place.spill
+
+    assert [spill(mode, 50) for mode in ("none", "listed")] == [("a",), ("a", "c")]
+    assert [spill(mode, 150) for mode in ("none", "listed")] == [("d",), ("d",)]
+    assert spill("any", 50) == ("b", "d", "c", "a"), "of b and d neither is in the cell"
+    assert spill("any", 150) == ("d", "b", "c", "a"), "d is the cell's"
+    assert [spill(mode, 50, 3) for mode in ("none", "listed", "any")] == [("b",)] * 3

@@ -1,10 +1,12 @@
 """Rows: what is written is what a frozen copy shows, and nothing after it."""
 
+import math
 import random
 from collections.abc import Callable
 
 from msgspec.structs import astuple
 
+from slagate.pools.inflight.engine_queue import Held, Work
 from slagate.pools.inflight.table import (
     DOWN,
     QUEUE_FULL,
@@ -12,7 +14,6 @@ from slagate.pools.inflight.table import (
     LoadTable,
     RowView,
     State,
-    Work,
     rows_of,
 )
 from support.builders import view
@@ -34,6 +35,12 @@ def random_view(rng: random.Random, at: int) -> RowView:
         capacity_tokens=rng.choice([100, UNLIMITED]),
         foreign_requests=rng.randrange(5),
         foreign_s=rng.random(),
+        pace=rng.uniform(0.5, 2),
+        itl_limit_s=rng.choice([0.01, math.inf]),
+        stall_room_s=rng.choice([0.5, math.inf]),
+        join_slack_s=rng.choice([-0.1, math.inf]),
+        join_quiet_s=rng.choice([0.1, math.inf]),
+        join_tokens=rng.choice([0, 4000]),
         last_chosen=rng.randrange(100),
         models=rng.choice([(), ("a",), ("a", "b")]),
     )
@@ -94,13 +101,23 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
     seed = random.randrange(10**6)
     rng = random.Random(seed)
     table = LoadTable()
+    table.now_s = lambda: 0.0
+    held: list[tuple[int, Held]] = []
     rows = [table.add_row(f"w{at}:1", None) for at in range(6)]
     for row in rows:
         table.set(row, max_inflight=3, max_queued_tokens=500, capacity_tokens=1000 + row)
+
+    def end_one(row: int) -> None:
+        mine = [each for each in held if each[0] == row]
+        if mine:
+            one = rng.choice(mine)
+            held.remove(one)
+            table.end_prefill(*one)
+            table.end_lease(*one)
+
     changes: list[Callable[[int], object]] = [
-        lambda row: table.add_lease(row, Work(200, 0.5, 70), number=1),
-        lambda row: table.end_prefill(row, Work(200, 0.5)),
-        lambda row: table.get("inflight", row) and table.end_lease(row, Work(context_tokens=70)),
+        lambda row: held.append((row, table.add_lease(row, Work(200, 0.5, 70), number=1))),
+        end_one,
         lambda row: table.set_worker_inflight([row], rng.randrange(5)),
         lambda row: table.set_state(
             row, rng.choice([State.READY, *State]), suspect=rng.random() < 0.3
@@ -109,6 +126,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
         lambda row: table.set(row, last_chosen=rng.randrange(9)),
         lambda row: table.set(row, capacity_tokens=rng.randrange(900, 1100)),
         lambda row: table.set(row, max_inflight=rng.randrange(1, 5)),
+        lambda row: table.set_s(row, pace=rng.uniform(0.5, 2)),
     ]
     table.rows()
     for _ in range(300):
@@ -123,7 +141,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
             is_down = each.state is not State.READY or each.worker_inflight >= each.max_inflight
             is_full = each.queued_tokens >= each.max_queued_tokens
             assert found.unavailable[row] == DOWN * is_down + QUEUE_FULL * is_full, seed
-            assert found.load_s[row] == each.queued_s + each.foreign_s, seed
+            assert found.load_s[row] == each.queued_s * each.pace + each.foreign_s, seed
             assert found.batch[row] == each.inflight + each.foreign_requests + 1, seed
             mean = (each.context_tokens + 9) / (each.inflight + 1)
             assert found.mean_tokens(9)[row] == mean, seed
@@ -132,6 +150,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
 
 def test_what_others_are_taken_to_have_sent_counts_as_what_they_did() -> None:
     table = LoadTable()
+    table.now_s = lambda: 0.0
     for at in range(3):
         table.add_row(f"w{at}:1", None)
         table.add_lease(at, Work(1, 1.0, 1), number=1)

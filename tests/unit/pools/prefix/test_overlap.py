@@ -7,7 +7,7 @@ import pytest
 
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Work
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.prefix.index import DEVICE, HOST
 from slagate.pools.prefix.overlap import _FEW_EXPECTED, CONFIRM_S, HISTORY_S, Prompt
 from slagate.pools.prefix.trie import Root

@@ -150,7 +150,7 @@ def test_workers_show_their_events_and_what_came_of_predictions(
                 workers_unpaired=2,
             )
         ],
-        policy="prefix",
+        policy="slagate",
         max_attempts=3,
         waiting_requests=4,
         warnings=["old key"],

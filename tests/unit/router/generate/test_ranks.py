@@ -2,7 +2,7 @@
 
 import pytest
 
-from slagate.pools.inflight.table import Work
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.request.errors import Outcome

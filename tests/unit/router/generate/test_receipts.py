@@ -5,7 +5,8 @@ import grpc
 import pytest
 
 from slagate.pools.fleet.member import Member
-from slagate.pools.inflight.table import State, Work
+from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.table import State
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.receipts import Recomputer, json_line

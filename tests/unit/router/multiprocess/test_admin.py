@@ -111,7 +111,7 @@ def whole(folder: Path, children: Children) -> Iterator[MultiprocessAdminService
             counts.set(slot, cell, 10 * number + at + 1)
     prepared = prepare(config("agg"))
     reloader = Reloader(
-        Proposal(prepared, config_message(prepared, policy="prefix")),
+        Proposal(prepared, config_message(prepared, policy="slagate")),
         put_in_force=lambda _: None,
         metrics=Metrics(),
         now_s=lambda: 5.0,
@@ -132,7 +132,7 @@ def pools(**more: Any) -> gw.ListPoolsResponse:
         pools=[pool],
         max_attempts=4,
         waiting_requests=2,
-        policy="prefix",
+        policy="slagate",
         config_version="other",
         admission="on",
         file_admission="shadow",

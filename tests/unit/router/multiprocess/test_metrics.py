@@ -19,11 +19,13 @@ from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.metrics import Metrics
 from slagate.router.multiprocess.child import METRICS_FOLDER
 from slagate.router.multiprocess.metrics import looks, merged
-from slagate.router.receipts.record import Record
+from slagate.router.receipts.record import Latencies, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.scheduling.dispatcher import Dispatcher
 from support.builders import fleet, rng
 from support.limits import HANG_S
+
+NO_LATENCIES = Latencies(None, None, None, None)
 
 
 def families(of_process: str) -> list[Metric]:
@@ -104,15 +106,15 @@ def test_counters_are_summed_and_a_successor_goes_on_with_them(
         return registry.get_sample_value(name, labels)
 
     first, second = process(0), process(1)
-    first.measure(Record(0.0), Outcome.INVALID)
-    second.measure(Record(0.0), Outcome.INVALID)
+    first.measure(Record(0.0), Outcome.INVALID, NO_LATENCIES)
+    second.measure(Record(0.0), Outcome.INVALID, NO_LATENCIES)
     second.waits.observe(0.02)
     assert total("slagate_requests_total", outcome="invalid") == 2
     assert total("slagate_wait_seconds_bucket", le="0.025") == 1
     # Number 1 crashed and came back.
     again = process(1)
     assert total("slagate_requests_total", outcome="invalid") == 2
-    again.measure(Record(0.0), Outcome.INVALID)
+    again.measure(Record(0.0), Outcome.INVALID, NO_LATENCIES)
     again.waits.observe(0.5)
     assert total("slagate_requests_total", outcome="invalid") == 3
     assert total("slagate_wait_seconds_count") == 2

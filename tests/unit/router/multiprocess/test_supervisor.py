@@ -126,17 +126,17 @@ def test_a_mode_of_admission_is_in_force_in_all_processes_that_run(tmp_path: Pat
 def message_of(*, n_workers: int = 2) -> gw.GatewayConfig:
     workers = [f"w{n}:1" for n in range(n_workers)]
     pools = {"agg": {"workers": workers, "profile": PROFILE, "tp": 1, "max_inflight": 3}}
-    return config_message(prepare(config("agg", pools)), policy="prefix")
+    return config_message(prepare(config("agg", pools)), policy="slagate")
 
 
 def test_a_configuration_comes_out_of_its_message_as_it_went_in(tmp_path: Path) -> None:
     message = message_of()
     prepared = prepared_of(message)
-    assert config_message(prepared, policy="prefix") == message
+    assert config_message(prepared, policy="slagate") == message
     assert prepared.config.pools["agg"].max_inflight == 3
     assert prepared.estimators["agg"].frozen.source == f"profile {PROFILE} tp 1"
     write_config(place_in(tmp_path), message)
-    assert config_message(prepare(config_in_force(place_in(tmp_path))), policy="prefix") == message
+    assert config_message(prepare(config_in_force(place_in(tmp_path))), policy="slagate") == message
     message.fleet = message.fleet.replace("w0:1", "w9:1")
     with pytest.raises(UnusableReceipt, match="version"):
         prepared_of(message)

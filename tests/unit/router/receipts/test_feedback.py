@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from slagate.pools.inflight.table import Work
+from slagate.pools.inflight.engine_queue import Work
 from slagate.proto.rpc.status import OK
 from slagate.router.request.errors import Outcome
 from slagate.workers.runtime.virtual_loop import run

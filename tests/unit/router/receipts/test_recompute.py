@@ -360,7 +360,7 @@ def test_a_configuration_says_how_its_requests_were_to_be_treated() -> None:
     modes = {"spill": "any", "admission": "on"}
     classes = {"chat": {"ttft_ms": 300, "policy": "protect", "weight": 3, "priority": 2}}
     prepared = prepare(config("agg", scheduling=modes, objectives=classes))
-    read = read_config(config_message(prepared, policy="prefix")).config
+    read = read_config(config_message(prepared, policy="slagate")).config
     assert read.scheduling == Scheduling(spill="any", admission="on", bypass="off")
     assert read.objectives == {"chat": Objective(**classes["chat"])}
     assert read_config(FLEET.config).config.scheduling == Scheduling()

@@ -78,7 +78,9 @@ def test_a_receipt_says_what_was_decided_and_what_happened() -> None:
     )
     assert (got.decision.request_id, got.decision.isl_tokens) == ("client-1", 4242)
     assert got.decision.max_tokens == 64
-    assert [choice.worker for choice in got.decision.stages] == ["w0:1", "w0:1"]
+    # Of the decode workers that meet 50 ms the fullest; a prefill in 100 ms is beyond all.
+    assert [choice.worker for choice in got.decision.stages] == ["w0:1", "w5:1"]
+    assert [choice.is_met for choice in got.decision.stages] == [False, True]
     for choice in got.decision.stages:
         assert len(choice.candidates) == TOP_CANDIDATES
         assert choice.candidates_total == 6

@@ -42,7 +42,7 @@ class Running:
     def __init__(self, first: FleetConfig) -> None:
         self.clock = 100.0
         prepared = prepare(first)
-        in_force = Proposal(prepared, config_message(prepared, policy="prefix"))
+        in_force = Proposal(prepared, config_message(prepared, policy="slagate"))
         self.dispatcher = Dispatcher(Fleet(prepared), rng=rng(), config=in_force.message)
         for member in self.dispatcher.fleet.members():
             member.set_models({MODEL: model_info()})

@@ -13,7 +13,8 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import LoadTable, State, Work
+from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.table import LoadTable, State
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
@@ -71,7 +72,7 @@ def test_who_stays_is_the_same_object_with_all_that_is_known() -> None:
     of = running()
     pool, member = of.pools["agg"], of.pools["agg"].members["a2:1"]
     held = lease(pool, member)
-    pool.estimator.observe_prefill(100, 0, 0.0, 0.5)
+    pool.estimator.observe_first_response(pool.estimator.frozen.work_s(100, 0), 0.5)
     estimator, rows = pool.estimator, list(member.ranks.rows)
     put(of, agg=workers("a3:1", "a2:1"))
     assert of.pools["agg"] is pool
@@ -160,7 +161,7 @@ def test_a_pool_that_comes_back_while_its_workers_drain_is_the_one_it_was() -> N
     pool = of.pools["agg"]
     member = pool.members["a1:1"]
     held = lease(pool, member)
-    pool.estimator.observe_prefill(100, 0, 0.0, 0.5)
+    pool.estimator.observe_first_response(pool.estimator.frozen.work_s(100, 0), 0.5)
     estimator = pool.estimator
     put(of, "disagg")
     assert of.pool("agg", Stage.AGG) is None

@@ -58,7 +58,7 @@ class Running:
     def __init__(self, first: FleetConfig = FIRST) -> None:
         self.clock = 100.0
         prepared = prepare(first)
-        in_force = Proposal(prepared, config_message(prepared, policy="prefix"))
+        in_force = Proposal(prepared, config_message(prepared, policy="slagate"))
         self.fleet = Fleet(prepared)
         self.dispatcher = Dispatcher(self.fleet, rng=rng(), config=in_force.message)
         self.receipts = ReceiptRing(in_force.message, unix_s=lambda: 1.5)
@@ -187,7 +187,7 @@ def test_a_version_is_of_the_content_and_not_of_how_it_is_written() -> None:
     turned["pools"] = {key: content["pools"][key] for key in reversed(content["pools"])}
     versions = {
         config_message(
-            prepare(parse_config(each, source=source, serving=True)), policy="prefix"
+            prepare(parse_config(each, source=source, serving=True)), policy="slagate"
         ).version
         for each, source in ((content, "a"), (turned, "b"))
     }

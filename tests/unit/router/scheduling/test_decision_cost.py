@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Work
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.scheduling.policy import choose
 from support.builders import MODEL, ask, fleet, rng

@@ -8,8 +8,8 @@ import pytest
 
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet_file.load import parse_config
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import Work
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.metrics import Metrics
@@ -30,7 +30,7 @@ from support.gateway.context import Aborted, Context
 from support.gateway.reloads import Nowhere
 
 Code = grpc.StatusCode
-CONFIG = gw.GatewayConfig(version="v1", policy="prefix")
+CONFIG = gw.GatewayConfig(version="v1", policy="slagate")
 
 
 def service(
@@ -202,7 +202,7 @@ def test_list_pools_says_how_workers_are_chosen_how_many_wait_and_how_wrong_pred
             return await asked.ListPools(gw.ListPoolsRequest(), Context())
 
     answer = run(main)
-    assert (answer.policy, answer.waiting_requests) == ("prefix", 1)
+    assert (answer.policy, answer.waiting_requests) == ("slagate", 1)
     (pool,) = answer.pools
     assert not pool.HasField("prefill_error")
     assert pool.itl_error > 0

@@ -6,7 +6,7 @@ import pytest
 
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Work
+from slagate.pools.inflight.engine_queue import Work
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.request import errors
 from slagate.router.request.metadata import PEER

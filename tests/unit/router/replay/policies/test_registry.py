@@ -6,25 +6,25 @@ import pytest
 
 from slagate.router.replay.policies.choose import PeerChoice
 from slagate.router.replay.policies.registry import NAMES, PEERS, make, parameters_of
-from slagate.router.scheduling.policy import choose
+from slagate.router.scheduling.policy import choose, choose_by_load
 from slagate.workers.runtime.usage import UsageError
 
 
 def test_all_policies_of_the_comparison() -> None:
     peers = "round_robin static_grid dynamo_kv lmetric smg_wait llmd_headroom mooncake polyserve"
-    assert ("prefix", "least_loaded", *peers.split()) == NAMES
+    assert ("slagate", "prefix", "least_loaded", *peers.split()) == NAMES
 
 
 def test_the_gateways_own_are_its_settings() -> None:
-    for name in ("prefix", "least_loaded"):
-        router = make(name, {})
-        assert (router.policy, router.choose) == (name, choose)
+    assert make("slagate", {}) == ("slagate", choose)
+    assert make("prefix", {}) == ("slagate", choose_by_load)
+    assert make("least_loaded", {}) == ("least_loaded", choose_by_load)
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peers_parameters_are_as_published_unless_given(name: str) -> None:
     router = make(name, {})
-    assert router.policy == "prefix"
+    assert router.policy == "slagate"
     assert isinstance(router.choose, PeerChoice)
     known = parameters_of(name)
     given = {key: each.tried[0] for key, each in known.items()}
@@ -46,7 +46,7 @@ def test_each_router_has_a_policy_of_its_own() -> None:
     ("policy", "parameters", "message"),
     [
         ("mooncak", {}, 'policy: "mooncak" is not known, did you mean "mooncake"?'),
-        ("x", {}, 'policy: "x" is not known, known are prefix, least_loaded, round_robin'),
+        ("x", {}, 'policy: "x" is not known, known are slagate, prefix, least_loaded, round_robin'),
         (
             "mooncake",
             {"ttft_limits": 1},

@@ -1,0 +1,128 @@
+"""Whether a request is predicted to meet its targets on the rows of a pool, and which of them it gets.
+
+    TTFT    since arrival + queue + own prompt + the next stage's first token   <= TTFT_SHARE x target
+    ITL     a step with the request in the batch                                <= ITL_SHARE x target
+
+A row where it would break what was promised to others is none that it fits: their decode steps may not take
+longer than their ITL targets allow, nor their answers wait longer for its prompt, nor may it join a step in
+which a prompt would then be late.
+
+Of the rows that fit, those where it costs no more than `SAME_WORK` times the least work are as good, and of
+them the fullest is taken, so that room for large and urgent requests is left on the others. Where nothing
+fits, the least late row is.
+"""
+
+import math
+
+import msgspec
+import numpy as np
+
+from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.table import Floats, Ints
+from slagate.router.scheduling.score import ScoredPool
+
+TTFT_SHARE, ITL_SHARE = 0.95, 0.95
+"""Parts of the targets that predictions may fill, as they are not exact."""
+
+SAME_WORK = 1.1
+
+_LEAST_S = 1e-4
+"""What is left of a target counts as no less: the late are compared by how late they are."""
+
+
+class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """The rows of one pool, judged for a request that has a target."""
+
+    scored: ScoredPool
+    open_rows: Ints  # indices of those that may be chosen
+    late: Floats  # f64[n_rows], above 1 where it does not fit: how much of a target it takes
+    joins_s: Floats | None  # f64[n_rows], by which it makes the last step of a queue longer
+
+    def fullest(self, draw: float) -> int | None:
+        """The index of the row to take among those that fit; `draw` in [0, 1) chooses between equals."""
+        scored, rows = self.scored, self.open_rows
+        rows = rows[self.late[rows] <= 1.0]
+        if not len(rows):
+            return None
+        if scored.work_s is not None and self.joins_s is not None:
+            quiet_s = scored.pool.rows.floats("join_quiet_s")
+            quiet = rows[self.joins_s[rows] <= np.maximum(quiet_s[rows], 0.0)]
+            rows = quiet if len(quiet) else rows
+            work_s = scored.work_s[rows]
+            rows = rows[work_s <= SAME_WORK * work_s.min()]
+        return self._longest_ago(rows[self.late[rows] == self.late[rows].max()], draw)
+
+    def least_late(self, draw: float) -> tuple[int | None, float]:
+        """The index of the least late row, and its lateness; None where no row may be chosen."""
+        rows = self.open_rows
+        if not len(rows):
+            return None, math.inf
+        late = self.late[rows]
+        least = late.min()
+        return self._longest_ago(rows[late == least], draw), float(least)
+
+    def _longest_ago(self, rows: Ints, draw: float) -> int:
+        if len(rows) > 1:
+            last = self.scored.pool.rows.last_chosen[rows]
+            rows = rows[last == last.min()]
+        return rows.item(int(draw * len(rows)))
+
+
+def judged(scored: ScoredPool) -> Judged | None:
+    """The rows of a pool judged for its request; None: it has no target there, or nothing is predicted."""
+    sla, estimator, late = scored.ask.sla, scored.pool.estimator, None
+    if scored.stage is not Stage.DECODE and sla.ttft_ms is not None and estimator.predicts_prefill:
+        assert scored.ttft_s is not None
+        late = (scored.ttft_s + scored.later_s) / max(_LEAST_S, _left_s(scored))
+    if scored.itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
+        itl_late = scored.itl_s / max(_LEAST_S, ITL_SHARE * sla.itl_ms / 1000)
+        late = itl_late if late is None else np.maximum(late, itl_late)
+    if late is None:
+        return None
+    rows, joins_s = scored.pool.rows, None
+    if scored.itl_s is not None:
+        late = np.maximum(late, scored.itl_s / rows.floats("itl_limit_s"))
+    if scored.work_s is not None:
+        joins_s = _joins_s(scored)
+        breaks = joins_s > np.maximum(rows.floats("join_slack_s"), 0.0)
+        if scored.stage is Stage.AGG:
+            breaks |= scored.work_s > rows.floats("stall_room_s")
+        if breaks.any():
+            late = np.where(breaks, np.maximum(late, 1.0) + scored.work_s, late)
+    open_rows = scored.open_rows()
+    if open_rows is None:
+        open_rows = np.arange(len(late))
+    return Judged(scored, open_rows, late, joins_s)
+
+
+def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
+    """The work of a request on a row where it is predicted to meet its targets, with what that promises."""
+    sla = scored.ask.sla
+    due_s = itl_limit_s = stall_s = math.inf
+    if scored.work_s is not None and sla.ttft_ms is not None:
+        due_s = now_s + _left_s(scored) - scored.later_s
+    if scored.itl_s is not None and sla.itl_ms is not None:
+        itl_limit_s = ITL_SHARE * sla.itl_ms / 1000
+        if scored.stage is Stage.AGG:
+            gaps = max(1.0, scored.ask.answer_tokens - 1.0)
+            room_s = max(0.0, itl_limit_s - scored.itl_s.item(row)) * gaps
+            stall_s = room_s / max(_LEAST_S, scored.rate(row))
+    return work._replace(due_s=due_s, itl_limit_s=itl_limit_s, stall_s=stall_s)
+
+
+def _left_s(scored: ScoredPool) -> float:
+    """Seconds that are left of the TTFT target."""
+    sla = scored.ask.sla
+    assert sla.ttft_ms is not None
+    return TTFT_SHARE * sla.ttft_ms / 1000 - scored.ask.elapsed_s
+
+
+def _joins_s(scored: ScoredPool) -> Floats:
+    """Seconds by which the prompt makes the last step of each row's queue longer."""
+    pool, rows = scored.pool, scored.pool.rows
+    assert scored.work_s is not None
+    new_tokens = np.maximum(1, scored.ask.isl_tokens - pool.cached.cached_tokens)
+    joins_s: Floats = np.minimum(1.0, rows.ints("join_tokens") / new_tokens)
+    joins_s *= scored.work_s * rows.pace * pool.estimator.coefficients.prefill_scale
+    return joins_s
