@@ -3,9 +3,11 @@
 `choose` filters, scores and picks on a frozen snapshot; the same snapshot, request and state of the random
 generator give the same decision.
 
-Pools come in this order: the grid's cell, changed by priority overrides, then the pools that the cell
-spills to, then the retry order of the configuration. The first pool with a worker that can take the request
-gets it; there the worker and rank with the least predicted seconds win, see `score`.
+The grid says which pools a request may use, and load decides among them: it goes to the first one in which
+it is predicted to meet its targets, see `targets`, else where it is the least late. A request without targets
+goes to the first pool with a worker that can take it, in this order: the cell's pool, or that of a priority
+override, the pools that the cell lists, the retry order of the configuration; there the worker and rank with
+the least predicted seconds win, see `score`.
 """
 
 import math
@@ -412,8 +414,14 @@ def _explain(ask: RoutingRequest, choice: StageChoice) -> str:
         reasons = ", ".join(sorted(choice.reasons)) or "the pool is empty"
         lines.append(f"No worker can take it: {reasons}.")
         return " ".join(lines)
-    if choice.pool != choice.pool_order[0]:
-        lines.append(f"No worker there can take it; pool {choice.pool} is next in the order.")
+    if choice.is_met is None:
+        if choice.pool != choice.pool_order[0]:
+            lines.append(f"No worker there can take it; pool {choice.pool} is next in the order.")
+    elif not choice.is_met:
+        looked_at = ", ".join(scored.pool.name for scored in choice.scored)
+        lines.append(f"It is predicted to miss its target in every pool it may use ({looked_at}).")
+    elif choice.pool != choice.pool_order[0]:
+        lines.append(f"Pool {choice.pool} is the first it may use that is predicted to meet it.")
     return " ".join([*lines, *_explain_winner(ask, choice, winner)])
 
 
@@ -423,6 +431,9 @@ def _explain_winner(ask: RoutingRequest, choice: StageChoice, best: ScoredRow) -
     name = view.address if view.rank is None else f"{view.address} rank {view.rank}"
     if n_open == 1:
         who = f"{name} is the only one that can take it"
+    elif choice.is_met is not None:
+        what = "is the fullest where it fits" if choice.is_met else "is the least late"
+        who = f"Of {n_open} that can take it {name} {what}"
     elif choice.starved:
         who = f"Of {n_open} that can take it {name} had no request for longest, and is idle"
     else:

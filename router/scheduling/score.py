@@ -1,9 +1,10 @@
 """Scores the rows of one pool for one request, with numpy, since a pool may have hundreds.
 
-A row is a worker and attention-DP rank. Its score is predicted seconds, and the lowest wins:
+A row is a worker and attention-DP rank. Its score is predicted seconds. Where targets do not decide (see
+`targets`) the lowest wins:
 
-    prefill   queued prefill seconds + this prompt's: what is cached costs nothing to compute, and what is
-              cached on the host costs its way back to the device
+    prefill   prefill seconds that are queued and not done + this prompt's, at the row's pace: what is cached
+              costs nothing to compute, and what is cached on the host costs its way back to the device
     decode    ITL at the batch size with this request in it, times that batch size: the seconds of decode
               that one step of the worker then serves. Peak-EWMA balancers weigh latency by pending
               requests in the same way. ITL alone would not do: it is flat, and in real measurements not
@@ -151,8 +152,8 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def row_values(self, row: int, excluded: str = "") -> ScoredRow:
         """The row with this index as plain values; the caller says why it may not be chosen."""
-        pool, estimator = self.pool, self.pool.estimator
-        ttft_s, itl_s = self.ttft_s, self.itl_s
+        pool, estimator, itl_s = self.pool, self.pool.estimator, self.itl_s
+        has_ttft = self.stage is not Stage.DECODE and estimator.predicts_prefill
         number = row
         if pool.rows.counts.n_left:
             number -= int(np.count_nonzero(self._has_left[:row]))
@@ -162,7 +163,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
             pool.view(row),
             pool.name,
             self.score_s.item(row),
-            ttft_s.item(row) + self.later_s if estimator.predicts_prefill else None,
+            self.ttft_s.item(row) + self.later_s if has_ttft else None,
             None if itl_s is None or not estimator.predicts_itl else itl_s.item(row),
             excluded,
         )

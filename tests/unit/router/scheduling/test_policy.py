@@ -183,9 +183,14 @@ def test_a_decision_explains_itself_in_words() -> None:
         "TTFT target 40 ms",
         "pool only",
         "idle:1",
-        "Of 2 that can take it idle:1 has the least to do",
+        "Of 2 that can take it idle:1 is the fullest where it fits",
     ):
         assert part in text
+    text = choose(ask(sla=Sla(ttft_ms=1)), stages, pools, rng=rng()).explain()
+    assert "predicted to miss its target in every pool it may use (only)" in text
+    assert "idle:1 is the least late" in text
+    text = choose(ask(), stages, pools, rng=rng()).explain()
+    assert "Of 2 that can take it idle:1 has the least to do" in text
     down = {"only": pool_view("only", [view("w:1", state=State.REFUSED)])}
     text = choose(ask(), stages, down, rng=rng()).explain()
     assert "no TTFT target" in text
