@@ -4,10 +4,10 @@
 generator give the same decision.
 
 The grid says which pools a request may use, and load decides among them: it goes to the first one in which
-it is predicted to meet its targets, see `targets`, else where it is the least late. A request without targets
-goes to the first pool with a worker that can take it, in this order: the cell's pool, or that of a priority
-override, the pools that the cell lists, the retry order of the configuration; there the worker and rank with
-the least predicted seconds win, see `score`.
+it is predicted to meet its targets, see `targets`, else where it is the least late. A request without
+targets goes to the first pool with a worker that can take it, in this order: the cell's pool, or that of a
+priority override, the pools that the cell lists, the retry order of the configuration; there the worker and
+rank with the least predicted seconds win, see `score`.
 """
 
 import math

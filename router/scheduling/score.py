@@ -3,8 +3,8 @@
 A row is a worker and attention-DP rank. Its score is predicted seconds. Where targets do not decide (see
 `targets`) the lowest wins:
 
-    prefill   prefill seconds that are queued and not done + this prompt's, at the row's pace: what is cached
-              costs nothing to compute, and what is cached on the host costs its way back to the device
+    prefill   prefill seconds queued and not done + this prompt's, at the row's pace: what is cached costs
+              nothing to compute, and what is cached on the host costs its way back to the device
     decode    ITL at the batch size with this request in it, times that batch size: the seconds of decode
               that one step of the worker then serves. Peak-EWMA balancers weigh latency by pending
               requests in the same way. ITL alone would not do: it is flat, and in real measurements not
