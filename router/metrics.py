@@ -18,8 +18,8 @@ from typing_extensions import override
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pairing import pair_statuses
+from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import State
 from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.router.receipts.record import Latencies, Record
 from slagate.router.request.errors import Outcome

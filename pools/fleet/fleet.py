@@ -11,7 +11,8 @@ from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.fleet_file.models import Objective, Scheduling
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
+from slagate.pools.inflight.row_view import State
+from slagate.pools.inflight.table import UNLIMITED, LoadTable
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.pools.prefix.overlap import Prompt
 from slagate.workers.runtime.clock import monotonic_s

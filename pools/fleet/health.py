@@ -10,7 +10,7 @@
 Three failures and two successes, because one slow answer of a busy worker is no reason to lose it.
 """
 
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 
 FAILURES_TO_LEAVE = 3
 SUCCESSES_TO_RETURN = 2

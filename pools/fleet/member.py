@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 from slagate.pools.fleet.health import Health
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.pair_key import ANY_PAIR, AUTO, PairKey
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
+from slagate.pools.inflight.row_view import State
+from slagate.pools.inflight.table import UNLIMITED, LoadTable
 from slagate.pools.inflight.worker_rows import Limits, WorkerRows
 from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from slagate.pools.fleet.member import Member
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.pair_key import PairFit, fit, misfit
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pairing import UnpairedWorkers
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe

@@ -12,6 +12,9 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 MAX_KNOWN_PAIRS = 4096
 """Pairs of keys whose fit is remembered. Keys are what workers say, so the number has a bound."""
 
@@ -91,3 +94,17 @@ def _fits(name: str, prefill: PairKey, decode: PairKey) -> PairFit:
         is_python = "python" in (prefill.runtime, decode.runtime)
         return PairFit.MAYBE if is_python else PairFit.NO
     return PairFit.MAYBE if AUTO in (one, other) else PairFit.NO
+
+
+class RowPairs(NamedTuple):
+    """What the workers of all rows say of their handoffs: most often the same."""
+
+    keys: tuple[PairKey, ...]  # without repetition
+    ids: npt.NDArray[np.int64]  # i64[n_rows], each row's place in `keys`
+
+
+def row_pairs(pairs: list[PairKey]) -> RowPairs:
+    """The same of a list with the key of each row."""
+    keys = tuple(dict.fromkeys(pairs))
+    places = {key: at for at, key in enumerate(keys)}
+    return RowPairs(keys, np.array([places[pair] for pair in pairs], dtype=np.int64))

@@ -6,16 +6,25 @@ the rest of the decision; a snapshot is two copies of small arrays.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from enum import Enum
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from slagate.pools.inflight.engine_queue import EngineQueue, Held, Work
-from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
-from slagate.pools.inflight.shared_counts import N_COUNTS, PoolCell, RankCell
+from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey, RowPairs, row_pairs
+from slagate.pools.inflight.row_view import (
+    FIGURE_INDEX,
+    FLOAT_FIELDS,
+    INT_FIELDS,
+    LEFT,
+    READY,
+    STATES,
+    RowView,
+    State,
+)
+from slagate.pools.inflight.shared_counts import PoolCell
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -31,71 +40,6 @@ MAX_PACE, MAX_PACE_FACTOR = 4.0, 2.0
 """A worker is at most so many times as slow or fast as its pool, and one observation says no more."""
 
 
-class State(Enum):
-    """Whether a worker may take work; only one that is `READY` may.
-
-    It is `JOINING` until its first probe. When the configuration drops it, it is `DRAINING` until its
-    requests have ended; then it has `LEFT`.
-    """
-
-    JOINING = "joining"
-    CONNECTING = "connecting"
-    READY = "ready"
-    NOT_READY = "not_ready"
-    REFUSED = "refused"
-    DRAINING = "draining"
-    LEFT = "left"
-
-
-STATES = tuple(State)
-READY, LEFT = STATES.index(State.READY), STATES.index(State.LEFT)
-
-
-class RowView(msgspec.Struct, frozen=True, gc=False):
-    """One worker and rank as the policy sees it, with what is cached there of one prompt."""
-
-    address: str
-    rank: int | None  # None: the worker itself chooses between its ranks, or has but one
-    state: State
-    suspect: bool  # ready, but its last probe or leg failed
-    inflight: int  # leases on the rank
-    worker_inflight: int  # leases on all ranks of the worker
-    max_inflight: int  # of the worker
-    queued_tokens: int  # prompt tokens leased and not prefilled yet, less what was cached
-    max_queued_tokens: int
-    queued_s: float  # the same as seconds of work, less what was computed, before any correction
-    context_tokens: int  # tokens whose KV its requests read at each decode step
-    capacity_tokens: int  # tokens its KV cache holds
-    foreign_requests: int  # running there that this gateway did not send
-    foreign_s: float  # seconds of work of the prompts waiting there that it did not send
-    pace: float  # the seconds that it takes for one that the pool's estimator predicts
-    itl_limit_s: float  # the most that a decode step may take, as was promised; inf: any
-    stall_room_s: (
-        float  # work of prompts that the answers there can bear, as was promised; inf: any
-    )
-    join_slack_s: float  # seconds by which the last step of its queue may become longer; inf: any
-    join_quiet_s: float  # the same, without much delay of what ends in it
-    last_chosen: int  # number of the pool's last lease on it; 0: none yet
-    join_tokens: int  # prompt tokens that would join that step; 0: there is no room, or it runs
-    models: frozenset[str]
-    device_tokens: int = 0  # leading prompt tokens cached on the device
-    host_tokens: int = 0  # tokens behind those that are cached, but not all on the device
-    pair: PairKey = ANY_PAIR  # what the worker says of its handoffs
-
-    @property
-    def cached_tokens(self) -> int:
-        """Leading prompt tokens that are cached, on the device or the host."""
-        return self.device_tokens + self.host_tokens
-
-
-_COUNTS = tuple(cell.name.lower() for cell in RankCell)[:N_COUNTS]
-INT_FIELDS = _COUNTS + tuple(
-    field.name
-    for field in msgspec.structs.fields(RowView)
-    if field.type is int and field.name not in ("device_tokens", "host_tokens", *_COUNTS)
-)
-FLOAT_FIELDS = tuple(field.name for field in msgspec.structs.fields(RowView) if field.type is float)
-FIGURE_INDEX = {name: at for names in (INT_FIELDS, FLOAT_FIELDS) for at, name in enumerate(names)}
 (
     INFLIGHT,  # the first `N_COUNTS` in the order of `RankCell`
     WORKER_INFLIGHT,
@@ -138,13 +82,6 @@ class Counts(msgspec.Struct, frozen=True, gc=False, eq=False):
     n_left: int
     n_foreign_unknown: int  # rows whose foreign load is not known
     least_capacity_tokens: int
-
-
-class RowPairs(NamedTuple):
-    """What the workers of all rows say of their handoffs: most often the same."""
-
-    keys: tuple[PairKey, ...]  # without repetition
-    ids: Ints  # i64[n_rows], each row's place in `keys`
 
 
 class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -501,7 +438,7 @@ class LoadTable:
         if self._models is None:
             self._models = _flags(self._row_models)
         if self._pairs is None:
-            self._pairs = _row_pairs(self._row_pairs)
+            self._pairs = row_pairs(self._row_pairs)
         if 0 < self._counts.n_foreign_unknown < n:
             unknown = ints[FOREIGN_UNKNOWN] != 0
             # An old report that says "idle" would draw all requests to a worker that reports no more.
@@ -554,9 +491,3 @@ def _flags(row_models: list[frozenset[str]]) -> Mapping[frozenset[str], Flags]:
         models: np.array([each == models for each in row_models], dtype=np.bool_)
         for models in set(row_models)
     }
-
-
-def _row_pairs(pairs: list[PairKey]) -> RowPairs:
-    keys = tuple(dict.fromkeys(pairs))
-    places = {key: at for at, key in enumerate(keys)}
-    return RowPairs(keys, np.array([places[pair] for pair in pairs], dtype=np.int64))

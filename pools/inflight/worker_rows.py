@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from slagate.pools.inflight.engine_queue import Held, Work
 from slagate.pools.inflight.pair_key import PairKey
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
+from slagate.pools.inflight.row_view import State
+from slagate.pools.inflight.table import UNLIMITED, LoadTable
 
 
 class Limits(NamedTuple):

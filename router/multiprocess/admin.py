@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 
 from slagate.pools.fleet_file.models import AdmissionMode
+from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.shared_counts import PoolCell, SharedCounts
-from slagate.pools.inflight.table import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import abort
 from slagate.router.multiprocess.supervisor import GatewayChild, Supervisor

@@ -19,7 +19,8 @@ import numpy as np
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
-from slagate.pools.inflight.table import UNLIMITED, RowView, State, rows_of
+from slagate.pools.inflight.row_view import RowView, State
+from slagate.pools.inflight.table import UNLIMITED, rows_of
 from slagate.pools.prefix.match import cached_of
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.config import RecordedConfig, UnusableReceipt

@@ -16,7 +16,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.fleet_file.models import ANY_CLASS, AdmissionMode, default_for
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.errors import GatewayError, NoWorker, Overloaded, UnknownModel

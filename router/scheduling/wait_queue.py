@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Set
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.scheduling.policy import Decision

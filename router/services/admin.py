@@ -18,8 +18,8 @@ from slagate.pools.fleet.pool import Pool
 from slagate.pools.fleet_file.models import ADMISSION_MODES, AdmissionMode
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.grid import StageGrid
+from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import State
 from slagate.pools.kv_events.view import EventMode
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc

@@ -6,8 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from slagate.pools.fleet.pool import Lease
 from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import State
 from support.builders import pool
 
 LIMIT = 4

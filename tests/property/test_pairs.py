@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.pair_key import ANY_PAIR, NO_KEY, PairFit, PairKey, all_fit, fit, misfit
-from slagate.pools.inflight.table import RowView, State
+from slagate.pools.inflight.row_view import RowView, State
 from slagate.router.scheduling.policy import Decision, StageChoice, choose
 from slagate.router.scheduling.score import LIMITS
 from support.builders import ask, one_cell, pool_view, view

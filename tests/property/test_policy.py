@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import RowView, State
+from slagate.pools.inflight.row_view import RowView, State
 from slagate.router.scheduling.policy import StageChoice, choose_stage
 from slagate.router.scheduling.score import ScoredRow, score_pool
 from support.builders import MODEL, ask, one_cell, pool_view, profiled, view

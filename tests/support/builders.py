@@ -14,7 +14,8 @@ from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.grid import Axis, Stage, StageGrid
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, RowView, State, rows_of
+from slagate.pools.inflight.row_view import RowView, State
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, rows_of
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.pools.prefix.match import cached_of
 from slagate.pools.prefix.overlap import Prompt

@@ -13,7 +13,7 @@ from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
-from slagate.pools.inflight.table import RowView, State
+from slagate.pools.inflight.row_view import RowView, State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK
 from slagate.router.receipts.config import config_message

@@ -3,7 +3,7 @@
 import pytest
 
 from slagate.pools.fleet.health import Health
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 
 OK, FAILED, WRONG = "ok", "failed", "wrong"
 JOINING, CONNECTING, READY = State.JOINING, State.CONNECTING, State.READY

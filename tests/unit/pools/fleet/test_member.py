@@ -9,8 +9,9 @@ from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
+from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
+from slagate.pools.inflight.table import UNLIMITED, LoadTable
 from slagate.proto import openengine_pb2 as oe
 from support.builders import member, pool
 

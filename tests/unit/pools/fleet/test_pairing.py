@@ -7,7 +7,7 @@ import pytest
 
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.pairing import LOOK_INTERVAL_S, UnpairedWorkers, pair_statuses
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.runtime.virtual_loop import run
 from support.builders import fleet, put_in

@@ -10,7 +10,7 @@ import pytest
 from slagate.pools.fleet.watch import JITTER_RATIO, PROBE_LIMIT_S
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status

@@ -5,7 +5,7 @@ import grpc
 import pytest
 
 from slagate.pools.fleet.watch import PROBE_LIMIT_S
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
 from slagate.workers.runtime.virtual_loop import run

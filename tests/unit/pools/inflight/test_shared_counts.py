@@ -17,6 +17,7 @@ from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight import shared_counts
 from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.row_view import RowView, State
 from slagate.pools.inflight.shared_counts import (
     N_SLOTS,
     NO_SLOT,
@@ -27,7 +28,6 @@ from slagate.pools.inflight.shared_counts import (
     create,
 )
 from slagate.pools.inflight.shared_table import SharedTable
-from slagate.pools.inflight.table import RowView, State
 from slagate.proto import openengine_pb2 as oe
 from support.builders import MODEL, config, fleet, model_info
 from support.gateway.shared import Opened, all_ready, shared_fleet

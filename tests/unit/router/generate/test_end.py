@@ -5,7 +5,7 @@ import grpc
 import pytest
 
 from slagate.pools.fleet.watch import INTERVAL_S, JITTER_RATIO
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Metadata, Status
 from slagate.router.request.errors import RETRY_PUSHBACK, Aborted, Outcome

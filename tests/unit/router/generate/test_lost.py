@@ -8,7 +8,7 @@ import pytest
 
 from slagate.pools.fleet.health import FAILURES_TO_LEAVE
 from slagate.pools.fleet.watch import INTERVAL_S, JITTER_RATIO
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.legs.active_request import TRAILER_LIMIT_S

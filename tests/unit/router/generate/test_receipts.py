@@ -6,7 +6,7 @@ import pytest
 
 from slagate.pools.fleet.member import Member
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.receipts import Recomputer, json_line

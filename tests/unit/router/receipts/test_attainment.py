@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from slagate.pools.grid.grid import Axis, Stage, StageGrid
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.receipts.attainment import Attainment, CellTraffic

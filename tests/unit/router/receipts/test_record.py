@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.receipts.messages import decision_steps

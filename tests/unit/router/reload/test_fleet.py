@@ -14,7 +14,8 @@ from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.table import LoadTable, State
+from slagate.pools.inflight.row_view import State
+from slagate.pools.inflight.table import LoadTable
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe

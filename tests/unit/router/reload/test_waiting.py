@@ -14,7 +14,7 @@ from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.request.errors import GatewayError, NoWorker, UnknownModel

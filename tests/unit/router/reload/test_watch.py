@@ -18,7 +18,7 @@ from slagate.pools.fleet.pool import Lease
 from slagate.pools.fleet.watch import INTERVAL_S, JITTER_RATIO, watch_fleet
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.pools.kv_events.view import EventMode
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw

@@ -8,8 +8,8 @@ import pytest
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import State
 from slagate.pools.prefix.overlap import PoolCaches, Prompt
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.request.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel

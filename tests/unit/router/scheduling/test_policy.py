@@ -5,7 +5,7 @@ import pytest
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.table import RowView, State
+from slagate.pools.inflight.row_view import RowView, State
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import (

@@ -7,7 +7,7 @@ import pytest
 
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import choose_stage

@@ -13,7 +13,7 @@ from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.pools.prefix.match import cached_of
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.request.errors import RETRY_PUSHBACK, NoWorker, Overloaded

@@ -8,7 +8,7 @@ import pytest
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import State
+from slagate.pools.inflight.row_view import State
 from slagate.router.replay.policies.choose import LINK_BYTES_PER_S, PeerChoice
 from slagate.router.replay.policies.view import REFUSED, Pick, Picks, StageView
 from slagate.router.request.errors import Overloaded
