@@ -484,7 +484,7 @@ class StageChoice(google.protobuf.message.Message):
     later_s: builtins.float
     """predicted from the stage's first response to the first token"""
     answer_tokens: builtins.float
-    """that the answer was expected to have"""
+    """that the answer was expected to have at least"""
     @property
     def cell(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """grid index: row, column (or layer, row, column)"""
@@ -560,6 +560,7 @@ class Decision(google.protobuf.message.Message):
     STAGES_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    ADMISSION_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """the client's"""
     isl_tokens: builtins.int
@@ -568,6 +569,8 @@ class Decision(google.protobuf.message.Message):
     text: builtins.str
     """the decision in words; left out where a trailer has no room for it"""
     model: builtins.str
+    admission: builtins.str
+    """of a request that is predicted to miss its targets: refused, shadow (it"""
     @property
     def sla(self) -> Global___Sla: ...
     @property
@@ -582,9 +585,10 @@ class Decision(google.protobuf.message.Message):
         stages: collections.abc.Iterable[Global___StageChoice] | None = ...,
         text: builtins.str = ...,
         model: builtins.str = ...,
+        admission: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sla", b"sla"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["isl_tokens", b"isl_tokens", "max_tokens", b"max_tokens", "model", b"model", "request_id", b"request_id", "sla", b"sla", "stages", b"stages", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admission", b"admission", "isl_tokens", b"isl_tokens", "max_tokens", b"max_tokens", "model", b"model", "request_id", b"request_id", "sla", b"sla", "stages", b"stages", "text", b"text"]) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision
 

@@ -151,6 +151,12 @@ class Metrics:
             ["target", "pool", "met"],
         )
         self._ttft, self._itl, self._targets = _Children(ttft), _Children(itl), _Children(targets)
+        misses = counter(
+            "slagate_predicted_misses",
+            "Requests predicted to miss their targets everywhere: refused, served, or shadow",
+            ["class", "admission"],
+        )
+        self._misses = _Children(misses)
         self.tokens = counter("slagate_output_tokens", "Tokens sent to clients")
         self.retries = counter(
             "slagate_retries", "Legs that were tried again on another worker", ["stage", "code"]
@@ -190,6 +196,8 @@ class Metrics:
         if record.decision is None:
             return
         self.waits.observe(record.waited_s)
+        if record.decision.admission:
+            self._misses[record.decision.class_name, record.decision.admission].inc()
         prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
         ttft_s, itl_s, ttft_met, itl_met = latencies
         if ttft_s is not None:

@@ -114,6 +114,7 @@ def _decision_message(
         max_tokens=max_tokens,
         stages=stages,
         text=decision.explain(),
+        admission=decision.admission,
     )
 
 

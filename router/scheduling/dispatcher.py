@@ -6,7 +6,7 @@ worker can take more, `step` assigns as many requests as fit.
 
 import logging
 import random
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 
 from msgspec.structs import replace
@@ -24,8 +24,14 @@ from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER
 from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision, StageChoice, choose
 from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, RoutingRequest
-from slagate.router.scheduling.targets import promised
-from slagate.router.scheduling.wait_queue import Assignment, PendingAssignment, WaitQueue
+from slagate.router.scheduling.targets import over_s, promised
+from slagate.router.scheduling.wait_queue import (
+    MAX_HINT_S,
+    MIN_HINT_S,
+    Assignment,
+    PendingAssignment,
+    WaitQueue,
+)
 from slagate.workers.runtime.clock import monotonic_s
 
 log = logging.getLogger(__name__)
@@ -33,6 +39,9 @@ log = logging.getLogger(__name__)
 MODELS_TOLD = 5
 TOLD = frozenset({OTHER_MODEL, KV_TOO_SMALL, NO_TAKER, CANNOT_TAKE_OVER})
 """Reasons that a refused client is told, beside that nobody is ready."""
+
+HINT_SPREAD = 0.25
+"""The part by which retry delays of predicted misses are drawn shorter or longer."""
 
 CLASSES_NOTED = 100
 """Clients make up names of classes, so no more than this many are logged."""
@@ -112,7 +121,7 @@ class Dispatcher:
         """The decision that `submit` would make now; no lease is taken. Raises like `submit`."""
         rng = random.Random()
         rng.setstate(self._rng.getstate())
-        return self._choose(ask, prompt, None, rng, 0.0)
+        return self._judged(self._choose(ask, prompt, None, rng, 0.0))
 
     def submit(
         self,
@@ -212,7 +221,7 @@ class Dispatcher:
             sla = sla.with_defaults(fleet.objectives)
             if sla.is_unlisted:
                 self._note_class(sla.objective)
-        answer_tokens = fleet.answers.expected(sla.objective)
+        answer_tokens = fleet.answers.short_tokens(sla.objective)
         if ask.max_tokens is not None:
             answer_tokens = min(ask.max_tokens, answer_tokens)
         ask = replace(ask, sla=sla, elapsed_s=elapsed_s, answer_tokens=answer_tokens)
@@ -240,9 +249,10 @@ class Dispatcher:
             has_to_wait |= choice.row is None or choice.pool in reserved
         if has_to_wait:
             return
-        if pending.decision.is_met is False and self._is_shed(pending.decision.ask):
-            why = "predicted to miss its targets on every worker"
-            pending.settle(Overloaded(why, retry_after_ms=self._queue.hint_ms(pending)))
+        pending.decision = self._judged(pending.decision)
+        if pending.decision.admission == "refused":
+            why = "it is predicted to miss its targets on every worker that it may use"
+            pending.settle(Overloaded(why, retry_after_ms=self._drain_ms(choices)))
             return
         leases: dict[Stage, Lease] = {}
         try:
@@ -263,10 +273,26 @@ class Dispatcher:
             raise
         pending.settle(Assignment(pending.decision, leases))
 
-    def _is_shed(self, ask: RoutingRequest) -> bool:
-        """Whether a request that is predicted to miss its targets is refused for it."""
-        objective = default_for(self.fleet.objectives, ask.sla.objective)
-        return self._admission == "on" and (objective is None or objective.policy == "shed")
+    def _judged(self, decision: Decision) -> Decision:
+        """The decision, with what becomes of a request that is predicted to miss its targets."""
+        if all(choice.is_met is not False for choice in decision.stages):
+            return decision
+        sla, mode, objectives = decision.ask.sla, self._admission, self.fleet.objectives
+        objective = default_for(objectives, sla.objective)
+        is_shed = objective is None or objective.policy == "shed"
+        # A retry was admitted when it came, and its client may have waited for long.
+        if mode == "off" or not is_shed or sla.is_final:
+            admission = "served"
+        else:
+            admission = "refused" if mode == "on" else "shadow"
+        name = sla.objective if sla.objective in objectives else ANY_CLASS
+        return replace(decision, admission=admission, class_name=name)
+
+    def _drain_ms(self, choices: Iterable[StageChoice]) -> int:
+        """When to come back: once the queues are short enough, but not all who were refused at once."""
+        drain_s = max(over_s(choice.scored) for choice in choices)
+        spread_s = drain_s * self._rng.uniform(1 - HINT_SPREAD, 1 + HINT_SPREAD)
+        return int(1000 * min(max(spread_s, MIN_HINT_S), MAX_HINT_S))
 
     def _wait(self, pending: PendingAssignment) -> None:
         n_waiting = self._queue.n_waiting + self._peers.n_waiting

@@ -38,6 +38,9 @@ from slagate.router.scheduling.targets import judged
 
 NO_CONFIG = gw.GatewayConfig()
 
+MISSES = ("refused", "shadow", "served")
+"""What becomes of a request that is predicted to miss its targets; `shadow`: served, counted as refused."""
+
 TARGETS = ("ttft_ms", "itl_ms")
 """The axes of a grid that are latencies."""
 
@@ -129,6 +132,10 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     ask: RoutingRequest
     stages: tuple[StageChoice, ...]
+    admission: str = (
+        ""  # of what is predicted to miss its targets: one of `MISSES`; empty: it is not
+    )
+    class_name: str = ANY_CLASS  # with `admission`: the class as the configuration lists it
 
     def stage(self, stage: Stage) -> StageChoice:
         """The choice for one stage. Raises `KeyError` for a stage that was not decided."""
@@ -146,11 +153,15 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
     def replace(self, choice: StageChoice) -> "Decision":
         """A copy of the decision with this choice for its stage."""
         stages = tuple(choice if old.stage is choice.stage else old for old in self.stages)
-        return Decision(self.ask, stages)
+        return Decision(self.ask, stages, self.admission, self.class_name)
 
     def explain(self) -> str:
         """The decision in English, a line for each stage."""
         lines = [_explain(self.ask, choice) for choice in self.stages]
+        if self.admission == "refused":
+            lines.append("Admission is on, so it is refused.")
+        elif self.admission == "shadow":
+            lines.append("Admission would refuse it if it were on.")
         if self.ask.sla.is_unlisted:
             name = shown(self.ask.sla.objective)
             lines.append(f'Class {name} is not in objectives, it counts as "{ANY_CLASS}".')

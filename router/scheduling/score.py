@@ -82,7 +82,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     )
     by_targets: bool = True  # whether its targets decide between pools and between workers
     max_tokens: int | None = None  # of the answer, as the client says
-    answer_tokens: float = 256.0  # expected
+    answer_tokens: float = 256.0  # that it will have at least, as most of its class do
 
 
 class ScoredRow(msgspec.Struct, frozen=True, gc=False):

@@ -13,6 +13,7 @@ fits, the least late row is.
 """
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.table import Floats, Ints
 from slagate.router.scheduling.score import ScoredPool
 
-TTFT_SHARE, ITL_SHARE = 0.95, 0.95
+TTFT_SHARE, ITL_SHARE = 0.95, 0.9
 """Parts of the targets that predictions may fill, as they are not exact."""
 
 SAME_WORK = 1.1
@@ -109,6 +110,17 @@ def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
             room_s = max(0.0, itl_limit_s - scored.itl_s.item(row)) * gaps
             stall_s = room_s / max(_LEAST_S, scored.rate(row))
     return work._replace(due_s=due_s, itl_limit_s=itl_limit_s, stall_s=stall_s)
+
+
+def over_s(pools: Iterable[ScoredPool]) -> float:
+    """Seconds until a row of these pools could meet the TTFT of a request that misses it; 0: not known."""
+    found = math.inf
+    for scored in pools:
+        rows = scored.open_rows()
+        late_s = scored.ttft_s if rows is None else scored.ttft_s[rows]
+        if scored.work_s is not None and scored.ask.sla.ttft_ms is not None and len(late_s):
+            found = min(found, float(late_s.min()) + scored.later_s - _left_s(scored))
+    return max(0.0, found) if found < math.inf else 0.0
 
 
 def _left_s(scored: ScoredPool) -> float:

@@ -19,8 +19,8 @@ from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import LIMITS, RoutingRequest
 
-MAX_HINT_S = 30.0
-"""The longest retry delay, in seconds, that a refused client is given."""
+MIN_HINT_S, MAX_HINT_S = 0.1, 30.0
+"""The shortest and the longest retry delay, in seconds, that a refused client is given."""
 
 
 class Assignment:
@@ -160,7 +160,8 @@ class _WaitLine:
     def hint_ms(self) -> int:
         if self._interval_s is None:
             return Overloaded.default_retry_ms
-        return int(1000 * min(max(self._interval_s * (len(self.requests) + 1), 0.1), MAX_HINT_S))
+        drain_s = self._interval_s * (len(self.requests) + 1)
+        return int(1000 * min(max(drain_s, MIN_HINT_S), MAX_HINT_S))
 
 
 class WaitQueue:

@@ -2,6 +2,7 @@ import math
 import random
 from collections.abc import Callable
 
+from msgspec.structs import replace
 from prometheus_client import Histogram
 from prometheus_client.core import Metric
 
@@ -43,7 +44,7 @@ def finished_record() -> Record:
     record.sla = Sla(ttft_ms=100.0, itl_ms=50.0)
     stages = {s: one_cell(s, s.value) for s in (Stage.PREFILL, Stage.DECODE)}
     pools = {s.value: pool_view(s.value, [view()]) for s in stages}
-    record.decision = choose(ask(), stages, pools, rng=rng())
+    record.decision = replace(choose(ask(), stages, pools, rng=rng()), admission="shadow")
     record.stats.count_tokens(1, 0.05)
     record.stats.count_tokens(4, 0.45)
     return record
