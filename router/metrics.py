@@ -151,12 +151,8 @@ class Metrics:
             ["target", "pool", "met"],
         )
         self._ttft, self._itl, self._targets = _Children(ttft), _Children(itl), _Children(targets)
-        misses = counter(
-            "slagate_predicted_misses",
-            "Requests predicted to miss their targets everywhere: refused, served, or shadow",
-            ["class", "admission"],
-        )
-        self._misses = _Children(misses)
+        text = "Requests predicted to miss their targets everywhere: refused, served, or shadow"
+        self._misses = _Children(counter("slagate_predicted_misses", text, ["class", "admission"]))
         self.tokens = counter("slagate_output_tokens", "Tokens sent to clients")
         self.retries = counter(
             "slagate_retries", "Legs that were tried again on another worker", ["stage", "code"]
