@@ -23,7 +23,7 @@ from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.table import Floats, Ints
 from slagate.router.scheduling.score import ScoredPool
 
-TTFT_SHARE, ITL_SHARE = 0.95, 0.9
+TTFT_SHARE, ITL_SHARE = 0.95, 0.85
 """Parts of the targets that predictions may fill, as they are not exact."""
 
 SAME_WORK = 1.1

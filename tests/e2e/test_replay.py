@@ -87,7 +87,7 @@ def test_rows_do_not_depend_on_the_order_of_sets(
         (("--skip", "9999"), "has 800 rows, none from row 9999 on"),
         (("--suite", "sla-small"), "--config: is not taken with --suite, whose file says it"),
         (("--trace", "/no/such/trace"), "--trace /no/such/trace: is no file"),
-        (("--policy", "oracle"), "is no known policy; there are prefix, least_loaded, "),
+        (("--policy", "oracle"), "is no known policy; there are slagate, prefix, least_loaded, "),
         (("--tune", "lmetric"), "--tune: lmetric has no parameters"),
         (("--plot", "x.pdf"), "--plot x.pdf: must end in .png or .svg"),
         (("--out", "/no/such/folder/x"), "--out /no/such/folder/x: cannot be written"),

@@ -183,7 +183,7 @@ def test_what_is_no_suite_is_refused(tmp_path: Path) -> None:
 
 def test_small_suite_needs_nothing_but_the_package() -> None:
     suite = load_suite("sla-small")
-    assert len(suite.policies) == 6
+    assert len(suite.policies) == 7
     assert (suite.requests, suite.loads, suite.seeds) == (400, (1, 2), (1, 2))
     (trace,) = suite.traces
     notes: list[str] = []
