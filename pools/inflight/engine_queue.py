@@ -139,7 +139,8 @@ class EngineQueue:
         if room:
             joins_s = work.work_s * min(1.0, room / n_tokens)
             for other in self._ends_in_tail:
-                other.joined_s += joins_s
+                if not other.is_computed:
+                    other.joined_s += joins_s
         if n_tokens <= room:
             self.join_tokens = room - n_tokens
             self.join_slack_s = min(slack_s, self.join_slack_s - own_s)
@@ -165,12 +166,16 @@ class EngineQueue:
         self.queued_s = max(0.0, self.queued_s - work_s) if queued_tokens else 0.0
         if not prompts:
             self.head_s, self.join_tokens = 0.0, 0
+            self.join_slack_s = self.join_quiet_s = math.inf
+            self._ends_in_tail = []
         elif is_first:
             more_s = (now_s - self.since_s) / rate - work_s if rate > 0.0 else 0.0
             most_s = self.queued_s * min(1.0, self.step_tokens / max(1, queued_tokens))
             more_s = max(0.0, min(more_s, most_s))
             self.since_s = now_s - more_s * rate
             self.head_s = max(more_s, prompts[0].work.work_s)
+        elif self.head_s > self.queued_s:
+            self.head_s = self.queued_s  # what was begun with the first prompt is gone
         held._began_s = self._computed_s + self.done_s(now_s, rate)
 
     def forget(self, held: Held, now_s: float, rate: float) -> None:

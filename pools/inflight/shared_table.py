@@ -37,8 +37,15 @@ _LIMITS = slice(MAX_INFLIGHT, MAX_QUEUED_TOKENS + 1)  # of `WORKER_INFLIGHT` and
 class SharedTable(LoadTable):
     """A table that shows its leases to the other processes, and whose `rows` include theirs.
 
-    All else is of this process alone. `name` is unique to the table, and the same in all processes. Its
-    `totals` go on from those of an earlier process of this number.
+    The others see of a row how many leases it has here, the tokens and seconds of work queued, and the
+    number of the newest lease. A prompt counts there whole until it has ended: what is done of it is
+    predicted only in the process that has its lease. That one takes the engine to work for nobody else, so
+    with prompts of other processes between its own it takes what comes first of them to be done early.
+    Promises and room in the last step are of this process alone, so a prompt may make late one that another
+    process has placed. So are paces, which each process learns from its own requests.
+
+    `name` is unique to the table, and the same in all processes. Its `totals` go on from those of an
+    earlier process of this number.
     """
 
     is_shared = True

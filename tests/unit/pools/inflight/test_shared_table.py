@@ -1,5 +1,6 @@
 """Decisions over shared counts: as if one process had all the leases."""
 
+import math
 import random
 from pathlib import Path
 from tempfile import mkdtemp
@@ -102,3 +103,73 @@ def compare(rng: random.Random, opened: Opened) -> set[int]:
             assert one.top() == two.top()
         shut.update((found.unavailable & ~here._ints[UNAVAILABLE, :N_ROWS]).tolist())
     return shut - {0}
+
+
+def test_of_the_queue_of_another_process_the_work_is_seen_once_and_no_promise(
+    tmp_path: Path,
+) -> None:
+    opened = Opened(tmp_path, 2)
+    here, there = (SharedTable("agg p", opened(number)) for number in range(2))
+    now_s = 0.0
+    for table in (here, there):
+        table.now_s = lambda: now_s
+        table.add_row("w:1", None)
+        table.set_step_tokens(0, 8192)
+    promised = Work(200, 0.5, 1000, due_s=9.0, itl_limit_s=0.02, stall_s=0.1)
+    mine = here.add_lease(0, promised, number=1)
+    now_s = 0.2
+    seen_here, seen_there = here.rows().view(0), there.rows().view(0)
+    assert (seen_here.queued_s, seen_there.queued_s) == (0.3, 0.5)
+    assert (seen_here.queued_tokens, seen_there.queued_tokens) == (200, 200)
+    assert (seen_here.inflight, seen_there.inflight) == (1, 1)
+    assert (seen_here.itl_limit_s, seen_there.itl_limit_s) == (0.02, math.inf)
+    assert seen_here.stall_room_s < seen_there.stall_room_s == math.inf
+    assert seen_here.join_slack_s < math.inf
+    assert (seen_there.join_slack_s, seen_there.join_tokens) == (math.inf, 0)
+    theirs = there.add_lease(0, Work(100, 0.25, 0), number=2)
+    for table in (here, there):
+        view = table.rows().view(0)
+        assert (view.queued_tokens, view.inflight, view.last_chosen) == (300, 2, 2)
+        assert 0.5 <= view.queued_s <= 0.75
+    here.observe_pace(0, ("w:1", None), 2.0)
+    assert there.rows().view(0).pace == 1.0
+    for table, held in ((here, mine), (there, theirs)):
+        table.end_prefill(0, held)
+        table.end_lease(0, held)
+    for table in (here, there):
+        view = table.rows().view(0)
+        assert (view.queued_s, view.queued_tokens, view.inflight) == (0.0, 0, 0)
+        assert (view.itl_limit_s, view.stall_room_s, view.join_tokens) == (math.inf, math.inf, 0)
+        assert table.rows().load_s.tolist() == [0.0]
+    opened.close()
+
+
+def test_with_leases_of_many_processes_no_more_is_queued_than_was_given(tmp_path: Path) -> None:
+    def history(seed: int) -> None:
+        rng = random.Random(seed)
+        opened = Opened(Path(mkdtemp(dir=tmp_path)), 3)
+        tables = [SharedTable("agg p", opened(number)) for number in range(3)]
+        now_s = 0.0
+        for table in tables:
+            table.now_s = lambda: now_s
+            table.add_row("w:1", None)
+            table.set_step_tokens(0, 500)
+        held: list[tuple[SharedTable, Held]] = []
+        for turn in range(1, 101):
+            now_s += rng.random() / 10
+            if rng.random() < 0.5:
+                table = rng.choice(tables)
+                held.append((table, table.add_lease(0, Work(200, 0.1, 50), number=turn)))
+            elif held:
+                table, one = held.pop(rng.randrange(len(held)))
+                table.end_prefill(0, one)
+                table.end_lease(0, one)
+            for table in tables:
+                view = table.rows().view(0)
+                own = [one for of, one in held if of is table]
+                least_s = 0.1 * (len(held) - len(own))
+                assert least_s - 1e-9 <= view.queued_s <= 0.1 * len(held) + 1e-9
+                assert (view.inflight, view.queued_tokens) == (len(held), 200 * len(held))
+        opened.close()
+
+    each_seed(5, history)
