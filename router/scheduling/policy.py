@@ -236,8 +236,8 @@ def _go_together(ask: RoutingRequest, choices: tuple[StageChoice, ...]) -> bool:
         prefill, decode = choices
         if prefill.row is not None and decode.row is not None:
             # Most often all workers say the same.
-            keys = prefill.scored[-1].pool.rows.pairs.keys
-            if len(keys) == 1 and keys == decode.scored[-1].pool.rows.pairs.keys:
+            keys = prefill.won.pool.rows.pairs.keys
+            if len(keys) == 1 and keys == decode.won.pool.rows.pairs.keys:
                 return True
     first, last = choices[0].pair_keys, choices[-1].pair_keys
     if ask.partner is not None:

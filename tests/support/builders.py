@@ -196,7 +196,7 @@ def pool(*addresses: str, stage: Stage = Stage.AGG, max_inflight: int | None = N
 def work_of(choice: StageChoice) -> Work:
     """What the request puts on the row that was chosen."""
     assert choice.row is not None
-    return choice.scored[-1].work(choice.row)
+    return choice.won.work(choice.row)
 
 
 def take_now(

@@ -1,0 +1,287 @@
+"""The choice by targets: which rows and pools a request fits in, and which of them it gets."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slagate.pools.fleet.pool import PoolSnapshot
+from slagate.pools.grid.grid import PriorityRule, Stage, StageGrid
+from slagate.pools.inflight.pair_key import PairKey
+from slagate.pools.inflight.row_view import RowView
+from slagate.router.request.sla import Sla
+from slagate.router.scheduling.policy import Decision, StageChoice, choose, choose_stage
+from slagate.router.scheduling.score import score_pool
+from slagate.router.scheduling.targets import ITL_SHARE, TTFT_SHARE, promised
+from support.builders import ask, one_cell, pool_view, profiled, rng, view
+
+SPEED = profiled()
+ISL = 1000
+IDLE_S = (
+    score_pool(Stage.PREFILL, ask(isl_tokens=ISL), pool_view("p", [view()], speed=SPEED))
+    .ttft_s[0]
+    .item()
+)
+"""TTFT of the prompts here on an idle worker."""
+
+
+def fits(more_s: float) -> Sla:
+    """A target that is just met with so many seconds in front."""
+    return Sla(ttft_ms=1000 * (IDLE_S + more_s + 1e-6) / TTFT_SHARE)
+
+
+def chosen(
+    views: list[RowView], sla: Sla, *, stage: Stage = Stage.PREFILL, seed: int = 1, **more: Any
+) -> StageChoice:
+    """The choice in one pool of these workers."""
+    pools = {"p": pool_view("p", views, speed=SPEED)}
+    asked = ask(isl_tokens=ISL, sla=sla, **more)
+    return choose_stage(stage, asked, one_cell(stage, "p"), pools, rng=rng(seed))
+
+
+def queued(*seconds: float, **figures: Any) -> list[RowView]:
+    return [view(f"w{at}:1", queued_s=each, **figures) for at, each in enumerate(seconds)]
+
+
+def test_of_the_rows_that_fit_the_fullest_is_taken() -> None:
+    choice = chosen(queued(0.0, 0.05, 0.1, 5.0), fits(0.1))
+    assert (choice.row, choice.is_met) == (2, True)
+    choice = chosen(queued(0.0, 0.05, 0.1, 5.0), fits(0.0999))
+    assert (choice.row, choice.is_met) == (1, True)
+
+
+def test_without_a_target_the_one_with_the_least_to_do_is_taken() -> None:
+    choice = chosen(queued(0.1, 0.0, 0.05), Sla())
+    assert (choice.row, choice.is_met) == (1, None)
+
+
+@pytest.mark.parametrize(("cached", "row"), [(950, 1), (300, 1), (32, 0)])
+def test_more_than_a_tenth_of_work_is_not_done_again_to_fill_a_worker(
+    cached: int, row: int
+) -> None:
+    views = [view("w0:1", queued_s=0.1), view("w1:1", device_tokens=cached)]
+    assert chosen(views, fits(1.0)).row == row
+
+
+def test_nobody_is_made_late_by_a_prompt_that_joins_while_it_fits_elsewhere() -> None:
+    full = view("w0:1", queued_s=0.1, join_tokens=4000, join_slack_s=0.001)
+    assert chosen([full, view("w1:1")], fits(1.0)).row == 1
+    alone = chosen([full], fits(1.0))
+    assert (alone.row, alone.is_met) == (0, False)
+    for harmless in ({"join_slack_s": 1.0}, {"join_tokens": 0}, {"join_slack_s": math.inf}):
+        other = view(
+            "w0:1", queued_s=0.1, **{"join_tokens": 4000, "join_slack_s": 0.001} | harmless
+        )
+        assert chosen([other, view("w1:1")], fits(1.0)).row == 0, harmless
+
+
+def test_of_those_that_fit_one_where_nobody_is_delayed_much_is_taken() -> None:
+    noisy = view("w0:1", queued_s=0.1, join_tokens=4000, join_quiet_s=0.001)
+    quiet = view("w1:1", queued_s=0.05, join_tokens=4000, join_quiet_s=1.0)
+    assert chosen([noisy, quiet], fits(1.0)).row == 1
+    only = chosen([noisy], fits(1.0))
+    assert (only.row, only.is_met) == (0, True)
+
+
+def test_steps_get_no_longer_than_was_promised_while_it_fits_elsewhere() -> None:
+    views = [view("w0:1", inflight=3, itl_limit_s=0.001), view("w1:1")]
+    for stage in (Stage.DECODE, Stage.AGG):
+        choice = chosen(views, Sla(itl_ms=1000.0), stage=stage)
+        assert (choice.row, choice.is_met) == (1, True)
+        alone = chosen(views[:1], Sla(itl_ms=1000.0), stage=stage)
+        assert (alone.row, alone.is_met) == (0, False)
+
+
+def test_answers_of_an_aggregated_worker_wait_no_longer_than_they_can_bear() -> None:
+    views = [view("w0:1", inflight=3, stall_room_s=0.001), view("w1:1")]
+    assert chosen(views, fits(1.0), stage=Stage.AGG).row == 1
+    assert chosen(views[:1], fits(1.0), stage=Stage.AGG).is_met is False
+    assert chosen(views[:1], fits(1.0)).is_met is True, "a prefill worker has no answers"
+    views[0] = view("w0:1", inflight=3, stall_room_s=1.0)
+    assert chosen(views, fits(1.0), stage=Stage.AGG).row == 0
+
+
+def test_where_nothing_fits_the_least_late_row_is_taken_but_no_suspect_one() -> None:
+    choice = chosen(queued(5.0, 3.0, 4.0), fits(0.1))
+    assert (choice.row, choice.is_met) == (1, False)
+    views = [view("w0:1", queued_s=5.0), view("w1:1", suspect=True)]
+    choice = chosen(views, fits(0.1))
+    assert (choice.row, choice.is_met) == (0, False)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5.0], ids=["fits", "late"])
+def test_equal_rows_take_turns_and_new_ones_are_drawn(seconds: float) -> None:
+    views = [view(f"w{at}:1", queued_s=seconds, last_chosen=at) for at in (3, 1, 2)]
+    assert chosen(views, fits(0.1)).row == 1
+    equal = queued(*[seconds] * 4)
+    assert {chosen(equal, fits(0.1), seed=seed).row for seed in range(40)} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("stage", "sla", "is_met"),
+    [
+        (Stage.PREFILL, Sla(itl_ms=50.0), None),
+        (Stage.PREFILL, Sla(ttft_ms=900.0), True),
+        (Stage.DECODE, Sla(ttft_ms=900.0), None),
+        (Stage.DECODE, Sla(itl_ms=50.0), True),
+        (Stage.DECODE, Sla(itl_ms=0.001), False),
+        (Stage.DECODE, Sla(itl_ms=0.0), False),
+        (Stage.PREFILL, Sla(ttft_ms=0.0), False),
+        (Stage.AGG, Sla(), None),
+        (Stage.AGG, Sla(ttft_ms=900.0), True),
+        (Stage.AGG, Sla(ttft_ms=900.0, itl_ms=0.001), False),
+        (Stage.AGG, Sla(ttft_ms=0.001, itl_ms=50.0), False),
+    ],
+)
+def test_a_stage_is_judged_by_the_targets_that_are_its_own(
+    stage: Stage, sla: Sla, *, is_met: bool | None
+) -> None:
+    assert chosen([view()], sla, stage=stage).is_met is is_met
+
+
+def test_what_has_passed_of_a_requests_time_is_not_left() -> None:
+    views = queued(0.0, 0.05, 0.1)
+    assert [chosen(views, fits(0.1), elapsed_s=at).row for at in (0.0, 0.04, 0.06)] == [2, 1, 0]
+    late = chosen(views, fits(0.1), elapsed_s=10.0)
+    assert (late.row, late.is_met) == (0, False)
+
+
+def pools_with(seconds: Mapping[str, float]) -> dict[str, PoolSnapshot]:
+    return {
+        name: pool_view(name, [view(f"{name}:1", queued_s=each)], speed=SPEED)
+        for name, each in seconds.items()
+    }
+
+
+def spilling(spill: str, **more: Any) -> StageGrid:
+    """The cell has c, then b; a is the cheapest, b the dearest."""
+    grid = one_cell(Stage.PREFILL, "a", "b", "c")
+    return replace(grid, cells=((2, 1),), spill=spill, costs=(1, 4, 2), **more)
+
+
+@pytest.mark.parametrize(
+    ("spill", "seconds", "pool", "is_met"),
+    [
+        ("none", (0.0, 0.0, 9.0), "c", False),
+        ("listed", (0.0, 0.0, 0.0), "c", True),
+        ("listed", (0.0, 0.0, 9.0), "b", True),
+        ("listed", (0.0, 8.0, 9.0), "b", False),
+        ("listed", (0.0, 9.0, 8.0), "c", False),
+        ("any", (0.0, 0.0, 0.0), "a", True),
+        ("any", (9.0, 0.0, 0.0), "c", True),
+        ("any", (9.0, 0.0, 9.0), "b", True),
+        ("any", (7.0, 9.0, 8.0), "a", False),
+    ],
+)
+def test_load_decides_among_the_pools_that_a_request_may_spill_to(
+    spill: str, seconds: tuple[float, ...], pool: str, *, is_met: bool
+) -> None:
+    pools = pools_with(dict(zip("abc", seconds, strict=True)))
+    asked = ask(isl_tokens=ISL, sla=fits(0.1))
+    choice = choose_stage(Stage.PREFILL, asked, spilling(spill), pools, rng=rng())
+    assert (choice.pool, choice.is_met) == (pool, is_met)
+    assert choice.worker == f"{pool}:1"
+
+
+@pytest.mark.parametrize("spill", ["none", "listed", "any"])
+def test_whom_a_rule_has_placed_does_not_spill(spill: str) -> None:
+    pools = pools_with({"a": 0.0, "b": 9.0, "c": 0.0})
+    grid = spilling(spill, rules=(PriorityRule(5, 9, 1),))
+    asked = ask(isl_tokens=ISL, sla=Sla(ttft_ms=fits(0.1).ttft_ms, priority=7))
+    choice = choose_stage(Stage.PREFILL, asked, grid, pools, rng=rng())
+    assert (choice.pool, choice.is_met) == ("b", False)
+
+
+def test_pools_that_cost_the_same_are_tried_in_the_order_of_the_cell() -> None:
+    grid = replace(spilling("any"), costs=())
+    asked = ask(isl_tokens=ISL, sla=fits(0.1))
+    for seconds, pool in (((0, 0, 0), "c"), ((0, 0, 9), "b"), ((0, 9, 9), "a")):
+        pools = pools_with(dict(zip("abc", map(float, seconds), strict=True)))
+        choice = choose_stage(Stage.PREFILL, asked, grid, pools, rng=rng())
+        assert (choice.pool, choice.is_met) == (pool, True)
+
+
+def test_without_a_target_a_request_goes_where_the_grid_says() -> None:
+    pools = pools_with({"a": 0.0, "b": 0.0, "c": 9.0})
+    choice = choose_stage(Stage.PREFILL, ask(isl_tokens=ISL), spilling("any"), pools, rng=rng())
+    assert (choice.pool, choice.is_met) == ("c", None)
+
+
+def test_a_pool_without_a_profile_is_chosen_as_the_grid_says() -> None:
+    blind = pool_view("c", [view("c0:1", queued_s=9.0), view("c1:1", queued_s=8.0)])
+    pools = pools_with({"a": 0.0, "b": 0.0}) | {"c": blind}
+    asked = ask(isl_tokens=ISL, sla=fits(0.1))
+    choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, rng=rng())
+    assert (choice.pool, choice.row, choice.is_met) == ("c", 1, None)
+
+
+def test_a_full_pool_leaves_the_request_to_the_next_one() -> None:
+    full = view("c:1", inflight=1, max_inflight=1)
+    pools = pools_with({"a": 0.0, "b": 0.0}) | {"c": pool_view("c", [full], speed=SPEED)}
+    asked = ask(isl_tokens=ISL, sla=fits(0.1))
+    choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, rng=rng())
+    assert (choice.pool, choice.is_met) == ("b", True)
+    choice = choose_stage(Stage.PREFILL, asked, spilling("none"), pools, rng=rng())
+    assert (choice.pool, choice.is_met) == ("b", None), "its list is for want of workers, too"
+
+
+def decided(sla: Sla, *, pace: float = 1.0) -> Decision:
+    grids = {stage: one_cell(stage, stage.value) for stage in (Stage.PREFILL, Stage.DECODE)}
+    pools = {
+        "prefill": pool_view("prefill", [view("p:1")], speed=SPEED),
+        "decode": pool_view("decode", [view("d:1", pace=pace)], speed=SPEED),
+    }
+    return choose(ask(isl_tokens=ISL, sla=sla), grids, pools, rng=rng())
+
+
+def test_the_first_token_of_the_decode_worker_is_part_of_ttft() -> None:
+    for pace in (1.0, 4.0):
+        choice = decided(fits(10.0), pace=pace).stage(Stage.DECODE)
+        assert choice.row is not None
+        first_s = choice.won.ttft_s.item(choice.row)
+        assert first_s > 0.001
+        short = decided(fits(first_s - 0.0005), pace=pace)
+        enough = decided(fits(first_s), pace=pace)
+        assert (short.is_met, enough.is_met) == (False, True)
+        assert short.stage(Stage.PREFILL).won.later_s == first_s
+
+
+def test_a_decision_is_met_where_each_stage_that_was_judged_is() -> None:
+    assert decided(Sla()).is_met is None
+    assert decided(Sla(ttft_ms=900.0)).is_met is True
+    assert decided(Sla(itl_ms=50.0)).is_met is True
+    assert decided(Sla(ttft_ms=900.0, itl_ms=0.001)).is_met is False
+    assert decided(Sla(ttft_ms=0.001, itl_ms=50.0)).is_met is False
+
+
+def test_what_is_promised_is_what_the_request_was_judged_by() -> None:
+    sla = Sla(ttft_ms=900.0, itl_ms=50.0)
+    choice = chosen([view()], sla, stage=Stage.AGG, elapsed_s=0.1, answer_tokens=101.0)
+    assert choice.row == 0
+    scored = choice.won
+    assert scored.itl_s is not None
+    work = promised(scored, 0, scored.work(0), 7.0)
+    assert work.due_s == pytest.approx(7.0 + TTFT_SHARE * 0.9 - 0.1)
+    assert work.itl_limit_s == pytest.approx(ITL_SHARE * 0.05)
+    room_s = 100 * (ITL_SHARE * 0.05 - scored.itl_s.item(0))
+    assert work.stall_s == pytest.approx(room_s / scored.rate(0))
+    without = chosen([view()], Sla(), stage=Stage.AGG).won
+    plain = promised(without, 0, scored.work(0), 7.0)
+    assert (plain.due_s, plain.itl_limit_s, plain.stall_s) == (math.inf, math.inf, math.inf)
+
+
+def test_a_pair_fits_also_where_the_pool_that_was_looked_at_last_is_not_the_one_that_won() -> None:
+    """The least late row is in the first of two pools, and its worker fits no decode worker."""
+    ucx, nixl = PairKey(transport="ucx"), PairKey(transport="nixl")
+    pools = {
+        "a": pool_view("a", [view("a:1", queued_s=5.0, pair=ucx)], speed=SPEED),
+        "b": pool_view("b", [view("b:1", queued_s=9.0, pair=nixl)], speed=SPEED),
+        "d": pool_view("d", [view("d:1", pair=nixl)], speed=SPEED),
+    }
+    prefill = replace(one_cell(Stage.PREFILL, "a", "b"), cells=((0, 1),))
+    grids = {Stage.PREFILL: prefill, Stage.DECODE: one_cell(Stage.DECODE, "d")}
+    decision = choose(ask(isl_tokens=ISL, sla=fits(0.1)), grids, pools, rng=rng())
+    assert [choice.worker for choice in decision.stages] == ["b:1", "d:1"]
+    assert decision.is_met is False
