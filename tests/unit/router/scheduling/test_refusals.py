@@ -1,0 +1,140 @@
+"""Admission: who is refused for a prediction, and promises, which end with their leases."""
+
+import math
+
+import pytest
+
+from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.fleet.pool import Lease
+from slagate.pools.grid.grid import Stage
+from slagate.router.request.errors import GatewayError, Overloaded
+from slagate.router.request.sla import Sla
+from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.targets import ITL_SHARE
+from slagate.router.scheduling.wait_queue import Assignment
+from support.builders import PROFILE, ask, fleet, rng, take_now
+
+SPEED = {"profile": PROFILE, "tp": 1}
+MISSED = 0.001
+"""A TTFT target, milliseconds, that no worker meets."""
+
+CLASSES = {
+    "shed": {"ttft_ms": MISSED},
+    "kept": {"ttft_ms": MISSED, "policy": "protect"},
+    "behind": {"ttft_ms": MISSED, "policy": "relegate"},
+    "easy": {"ttft_ms": 60_000},
+    "untargeted": {},
+}
+
+
+def dispatcher(
+    mode: str = "disagg", *, admission: str = "on", classes: object = None
+) -> Dispatcher:
+    stages = ("prefill", "decode") if mode == "disagg" else ("agg",)
+    made = fleet(
+        mode,
+        pools=dict.fromkeys(stages, SPEED),
+        objectives=CLASSES if classes is None else classes,
+        scheduling={"admission": admission},
+    )
+    return Dispatcher(made, rng=rng())
+
+
+def outcome(d: Dispatcher, sla: Sla) -> Assignment | GatewayError:
+    with d.submit(ask(sla=sla), None) as ticket:
+        assert ticket.outcome is not None
+        return ticket.outcome
+
+
+def inflight(of: Fleet) -> int:
+    return sum(member.ranks.inflight for member in of.members())
+
+
+@pytest.mark.parametrize("mode", ["disagg", "agg"])
+def test_with_admission_on_who_is_shed_is_refused_and_holds_nothing(mode: str) -> None:
+    d = dispatcher(mode)
+    refused = outcome(d, Sla(objective="shed"))
+    assert isinstance(refused, Overloaded)
+    assert refused.status().code.name == "RESOURCE_EXHAUSTED"
+    assert "predicted to miss" in str(refused)
+    assert inflight(d.fleet) == 0
+    assert d.n_waiting == 0
+
+
+@pytest.mark.parametrize("objective", ["kept", "behind", "easy", "untargeted"])
+def test_no_other_class_is_refused(objective: str) -> None:
+    assert isinstance(outcome(dispatcher(), Sla(objective=objective)), Assignment)
+
+
+@pytest.mark.parametrize("admission", ["off", "shadow"])
+def test_in_another_mode_nobody_is_refused(admission: str) -> None:
+    d = dispatcher(admission=admission)
+    assert isinstance(outcome(d, Sla(objective="shed")), Assignment)
+    d.set_admission("on")
+    assert isinstance(outcome(d, Sla(objective="shed")), Overloaded)
+    d.set_admission("off")
+    assert isinstance(outcome(d, Sla(objective="shed")), Assignment)
+
+
+def test_a_target_of_its_own_is_judged_as_its_class_says_or_else_shed() -> None:
+    d = dispatcher()
+    assert isinstance(outcome(d, Sla(ttft_ms=MISSED)), Overloaded)
+    assert isinstance(outcome(d, Sla(ttft_ms=MISSED, objective="kept")), Assignment)
+    assert isinstance(outcome(d, Sla(ttft_ms=60_000.0, objective="shed")), Assignment)
+    any_class = dispatcher(classes={"*": {"policy": "protect"}})
+    assert isinstance(outcome(any_class, Sla(ttft_ms=MISSED)), Assignment)
+    assert isinstance(outcome(any_class, Sla()), Assignment)
+
+
+def test_what_is_only_explained_is_not_refused() -> None:
+    decision = dispatcher().explain(ask(sla=Sla(objective="shed")))
+    assert decision.is_met is False
+
+
+def promises(lease: Lease) -> dict[str, float]:
+    table = lease.member.ranks.table
+    names = ("itl_limit_s", "stall_room_s", "join_slack_s", "join_quiet_s", "queued_s")
+    figures = {name: table.get_s(name, lease.row) for name in names}
+    return figures | {"join_tokens": table.get("join_tokens", lease.row)}
+
+
+NOTHING = {
+    "itl_limit_s": math.inf,
+    "stall_room_s": math.inf,
+    "join_slack_s": math.inf,
+    "join_quiet_s": math.inf,
+    "queued_s": 0.0,
+    "join_tokens": 0,
+}
+
+
+@pytest.mark.parametrize("mode", ["disagg", "agg"])
+@pytest.mark.parametrize("prefilled", [0, 1, 2], ids=["during prefill", "after it", "said twice"])
+@pytest.mark.parametrize("n_releases", [1, 2])
+def test_a_promise_ends_with_its_lease(mode: str, prefilled: int, n_releases: int) -> None:
+    d = dispatcher(mode)
+    for member in d.fleet.members():
+        for row in member.ranks.rows:
+            member.ranks.table.set_step_tokens(row, 8192)
+    assignment = take_now(d, ask(sla=Sla(ttft_ms=60_000.0, itl_ms=50.0)))
+    assert assignment.decision.is_met is True
+    leases = list(assignment.leases.values())
+    first, last = promises(leases[0]), promises(leases[-1])
+    assert first["join_slack_s"] < math.inf
+    assert first["queued_s"] > 0.0
+    assert last["itl_limit_s"] == pytest.approx(ITL_SHARE * 0.05)
+    assert (last["stall_room_s"] < math.inf) == (mode == "agg")
+    for lease in leases:
+        for _ in range(prefilled if lease.member.stage is not Stage.DECODE else 0):
+            lease.prefill_done()
+        for _ in range(n_releases):
+            lease.release()
+        assert promises(lease) == NOTHING
+    assert inflight(d.fleet) == 0
+
+
+def test_who_is_predicted_to_miss_is_promised_nothing() -> None:
+    d = dispatcher("agg", admission="off")
+    assignment = take_now(d, ask(sla=Sla(ttft_ms=MISSED, itl_ms=0.001)))
+    (lease,) = assignment.leases.values()
+    assert (lease.work.due_s, lease.work.itl_limit_s, lease.work.stall_s) == (math.inf,) * 3
