@@ -1,4 +1,6 @@
-"""The expected length of answers, by class."""
+"""How short answers are, by class."""
+
+import random
 
 import pytest
 
@@ -7,17 +9,28 @@ from slagate.pools.estimator.answers import FIRST_TOKENS, MAX_CLASSES, AnswerLen
 
 def test_before_anything_ended_every_class_is_the_same() -> None:
     answers = AnswerLengths()
-    assert [answers.expected(name) for name in ("", "a")] == [FIRST_TOKENS, FIRST_TOKENS]
+    assert [answers.short_tokens(name) for name in ("", "a")] == [FIRST_TOKENS, FIRST_TOKENS]
 
 
-def test_each_class_is_learnt_and_an_unknown_one_is_as_the_mean_of_all() -> None:
+def test_each_class_is_learnt_and_an_unknown_one_is_as_all_together() -> None:
     answers = AnswerLengths()
     for _ in range(300):
         answers.observe("short", 10)
         answers.observe("long", 1000)
-    assert answers.expected("short") == pytest.approx(10, rel=0.01)
-    assert answers.expected("long") == pytest.approx(1000, rel=0.01)
-    assert 400 < answers.expected("unknown") < 600
+    assert answers.short_tokens("short") == pytest.approx(10, rel=0.1)
+    assert answers.short_tokens("long") == pytest.approx(1000, rel=0.1)
+    assert 9 < answers.short_tokens("unknown") < 1000
+
+
+def test_about_a_quarter_of_the_answers_are_shorter_than_told() -> None:
+    answers, rng = AnswerLengths(), random.Random(1)
+    lengths = [1 + int(rng.expovariate(1 / 200)) for _ in range(4000)]
+    told = []
+    for n_tokens in lengths:
+        told.append(answers.short_tokens("a"))
+        answers.observe("a", n_tokens)
+    n_shorter = sum(n < short for n, short in zip(lengths[500:], told[500:], strict=True))
+    assert n_shorter / 3500 == pytest.approx(0.25, abs=0.03)
 
 
 def test_a_client_that_makes_up_classes_takes_no_more_memory_than_so_many() -> None:
@@ -28,5 +41,5 @@ def test_a_client_that_makes_up_classes_takes_no_more_memory_than_so_many() -> N
     assert len(answers._by_class) == MAX_CLASSES
     for _ in range(300):
         answers.observe("known", 500)
-    assert answers.expected("known") == pytest.approx(500, rel=0.01)
-    assert answers.expected("class 1999") == answers.expected("never seen")
+    assert answers.short_tokens("known") == pytest.approx(500, rel=0.1)
+    assert answers.short_tokens("class 1999") == answers.short_tokens("never seen")
