@@ -218,11 +218,17 @@ class ActiveRequest:
         dispatcher, started_s = self.gateway.dispatcher, self.gateway.now_s()
         # What it was decided by does not change any more, whatever a reload says its class means.
         stays = [lease.member for of, lease in self.assignment.leases.items() if of not in stages]
+        later_s = 0.0
+        if stays and stages == (Stage.PREFILL,):
+            taker = self.assignment.decision.stage(Stage.DECODE)
+            assert taker.row is not None
+            later_s = taker.won.ttft_s.item(taker.row)
         ask = replace(
             self.ask,
             sla=replace(self.record.sla, is_final=True),
             # Where the other leg's worker stays, its KV does too, or it has room for this request's.
             partner=stays[0].pair if stays else None,
+            later_s=later_s,
         )
         try:
             with dispatcher.submit(

@@ -79,6 +79,19 @@ def test_a_second_worker_saves_the_request(mode: str, stage: str, code: grpc.Sta
     run(main)
 
 
+def test_a_retried_prefill_is_chosen_by_what_is_left_before_its_decode_worker() -> None:
+    async def main() -> None:
+        scripts = [(Wait(0.5), *refusal(Code.UNAVAILABLE)), PREFILL_OK]
+        async with bench(n_workers=2, prefill=scripts) as b:
+            answer = await b.call(metadata=[("slagate-receipt", "1")])
+            again, decode = answer.receipt.decision.stages
+            assert again.later_s > 0.0
+            assert again.elapsed_s >= 0.5
+            assert decode.later_s == 0.0
+
+    run(main)
+
+
 def test_cfg_11_three_workers_are_tried_under_defaults_and_no_more_than_configured() -> None:
     async def main() -> None:
         for settings, wanted in ((Settings(), 3), (Settings(max_attempts=1), 1)):
