@@ -321,8 +321,10 @@ class Dispatcher:
 
 
 def _note_spill(pool: Pool, choice: StageChoice) -> None:
-    """Count and log a choice that went past the first pool of its order."""
+    """Count a choice that went past the first pool of its order, and log it if nobody there could take it."""
     pool.count_spill()
+    if choice.is_met is not None:
+        return  # load decided so, which is no event
     about = {"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name}
     log.warning("request.spilled", extra=about)
 

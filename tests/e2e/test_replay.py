@@ -34,7 +34,10 @@ def typed(tmp_path: Path) -> list[str]:
 
 def test_an_interrupted_run_goes_on(typed: list[str], tmp_path: Path) -> None:
     out, plot = tmp_path / "rows.json", tmp_path / "picture.svg"
+    # Where the tests run in the background, a shell may have set this signal to be ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen([*SLAGATE, *typed, "--load", "2,1"], stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     assert child.stderr is not None
     with child:
         for line in child.stderr:

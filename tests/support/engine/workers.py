@@ -95,7 +95,7 @@ async def engine_worker(
         ),
         **given,
     )
-    named = given.get("cache_transceiver_config", {}).get("backend", "DEFAULT")
+    named = (given.get("cache_transceiver_config") or {}).get("backend", "DEFAULT")
     # The transport stands for what the engine takes by itself.
     backend = "" if transport is None else transport.name if named == "DEFAULT" else named
     identity = WorkerIdentity(

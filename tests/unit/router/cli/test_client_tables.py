@@ -165,7 +165,7 @@ def test_workers_show_their_events_and_what_came_of_predictions(
     lonely = gw.WorkerStatus(worker="u:1", pool="p", state="ready", pair_problem="fits none")
     print_pools(pools, gw.ListWorkersResponse(workers=[worker, silent, lonely]))
     out = capsys.readouterr().out
-    assert "policy prefix; a stage may try 3 workers; 4 requests wait" in out
+    assert "policy slagate; a stage may try 3 workers; 4 requests wait" in out
     assert "warning: old key" in out
     assert "configuration 5f0c, in force for 4,321 s\n" in out
     assert "admission on (the fleet file says shadow), spill any, bypass off\n" in out
