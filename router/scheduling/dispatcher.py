@@ -321,7 +321,7 @@ class Dispatcher:
 
 
 def _note_spill(pool: Pool, choice: StageChoice) -> None:
-    """Count a choice that went past the first pool of its order, and log it if nobody there could take it."""
+    """Count a choice that went past the first pool of its order; log it if nobody there could take it."""
     pool.count_spill()
     if choice.is_met is not None:
         return  # load decided so, which is no event
