@@ -293,9 +293,9 @@ class Scheduling(_FileObject):
     spill: Annotated[
         SpillMode,
         _says(
-            "The pools that a request may go to when it is predicted to miss its targets in the first one "
-            "of its cell: none; those that the cell lists, if it has a list (listed); or any pool of the "
-            "stage, the cheapest by cost in which it is predicted to meet them (any)."
+            "The pools among which load decides for a request with targets, which goes to the first where "
+            "it is predicted to meet them: the first of its cell only (none); those that the cell lists "
+            "(listed); or all of the stage, the cheapest by cost first (any)."
         ),
     ] = "listed"
     admission: Annotated[
@@ -310,7 +310,7 @@ class Scheduling(_FileObject):
         BypassMode,
         _says(
             "Whether a decode worker computes the prompt too, without a prefill worker: never (off), or "
-            "when it can meet both targets by itself (auto)."
+            "when it can meet both targets by itself (auto), which is not acted on yet."
         ),
     ] = "off"
 
@@ -328,11 +328,13 @@ class Objective(_FileObject):
         ClassPolicy,
         _says(
             "What happens to a request that is predicted to miss its targets, where admission is on: it is "
-            "refused (shed), or waits behind all others instead (relegate), or it is never refused, and "
-            "room is kept for its class (protect)."
+            "refused (shed), or not. To let the others wait behind all (relegate), or to keep room for "
+            "them (protect), is not acted on yet: both are served at once."
         ),
     ] = "shed"
-    weight: Annotated[Positive, _says("Its share beside other classes of the same priority.")] = 1
+    weight: Annotated[
+        Positive, _says("Its share beside other classes of the same priority; not acted on yet.")
+    ] = 1
 
 
 def default_for(objectives: Mapping[str, Objective], name: str) -> Objective | None:

@@ -78,9 +78,7 @@ class EngineQueue:
         self.since_s = 0.0
         self.join_until_s = 0.0  # from then on the last step of the queue takes nothing in
         self.join_tokens = 0  # that it still has room for
-        self.join_slack_s = (
-            math.inf
-        )  # seconds by which it may become longer, before a prompt is late
+        self.join_slack_s = math.inf  # seconds that may be added to it before a prompt is late
         self.join_quiet_s = math.inf  # the same, before one is delayed much
         self.itl_limit_s = math.inf  # the most that a decode step may take, as was promised
         self.stall_room_s = math.inf  # work of prompts that the answers can bear, as was promised

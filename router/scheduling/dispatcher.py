@@ -275,7 +275,7 @@ class Dispatcher:
 
     def _judged(self, decision: Decision) -> Decision:
         """The decision, with what becomes of a request that is predicted to miss its targets."""
-        if all(choice.is_met is not False for choice in decision.stages):
+        if decision.is_met is not False:
             return decision
         sla, mode, objectives = decision.ask.sla, self._admission, self.fleet.objectives
         objective = default_for(objectives, sla.objective)

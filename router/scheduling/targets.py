@@ -74,7 +74,6 @@ def judged(scored: ScoredPool) -> Judged | None:
     """The rows of a pool judged for its request; None: it has no target there, or nothing is predicted."""
     sla, estimator, late = scored.ask.sla, scored.pool.estimator, None
     if scored.stage is not Stage.DECODE and sla.ttft_ms is not None and estimator.predicts_prefill:
-        assert scored.ttft_s is not None
         late = (scored.ttft_s + scored.later_s) / max(_LEAST_S, _left_s(scored))
     if scored.itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
         itl_late = scored.itl_s / max(_LEAST_S, ITL_SHARE * sla.itl_ms / 1000)

@@ -61,6 +61,14 @@ def test_with_admission_on_who_is_shed_is_refused_and_holds_nothing(mode: str) -
     assert d.n_waiting == 0
 
 
+def test_a_retry_is_served_late_rather_than_refused() -> None:
+    d = dispatcher()
+    assert isinstance(outcome(d, Sla(objective="shed")), Overloaded)
+    retried = outcome(d, Sla(ttft_ms=MISSED, objective="shed", is_final=True))
+    assert isinstance(retried, Assignment)
+    assert retried.decision.admission == "served"
+
+
 @pytest.mark.parametrize("objective", ["kept", "behind", "easy", "untargeted"])
 def test_no_other_class_is_refused(objective: str) -> None:
     assert isinstance(outcome(dispatcher(), Sla(objective=objective)), Assignment)
