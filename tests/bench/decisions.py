@@ -1,11 +1,14 @@
 """What a decision takes, beside a plain loop over the same rows.
 
-A decision is what the dispatcher does for a request: look at the pools, which asks the prefix index, and
-choose. Every prompt is cached to four depths, a quarter of the workers each; every worker has requests of
-other prompts in flight. Memory is managed as in the gateway process. `p99_on_cpu` is without what other
-processes took of the machine meanwhile, and what is bounded of the tail.
+A decision is what the dispatcher does to choose a prefill worker for a request without targets: look at the
+pool, which asks the prefix index, and choose. Every prompt is cached to four depths, a quarter of the
+workers each; every worker has requests of other prompts in flight. Memory is managed as in the gateway
+process. `p99_on_cpu` is without what other processes took of the machine meanwhile, and what is bounded of
+the tail.
+Whole arrivals, of a pair of workers by its targets and with leases, are those of `arrivals`.
 
-Bounds: 60 us for a prefill stage of 256 workers and 8k tokens; case MEM-09 (512 workers against 16).
+Bounds: 60 us for a prefill stage of 256 workers and 8k tokens; case MEM-09 (512 workers against 16); those
+of `arrivals`.
 
 python -m bench.decisions 256 8192    with so many workers and tokens, as JSON
 """
@@ -24,14 +27,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench import arrivals
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import choose, choose_stage
 from slagate.router.scheduling.score import RoutingRequest
+from slagate.workers.runtime.clock import monotonic_s
 from support.builders import MODEL, PROFILE, fleet
 
 BLOCK_TOKENS = 32
@@ -69,10 +75,16 @@ def measure(folder: Path) -> dict[str, Any]:
         f"MEM-09: 512 workers take {growth} times what 16 do": growth <= BOUND_GROWTH,
         f"MEM-09: p99 {many['p99_on_cpu']} us with 512 workers": many["p99_on_cpu"] <= BOUND_P99_US,
     }
+    arrivals_us = {
+        name: in_us([Taken(*each) for each in rounds])
+        for name, rounds in arrivals.seconds_of_rounds().items()
+    }
+    checks |= arrivals.checks_of(arrivals_us)
     return {
         "rounds": ROUNDS,
         "growth_16_to_512": growth,
         "sizes": sizes,
+        "arrivals_us": arrivals_us,
         "missed": [f"decision: {what}" for what, holds in checks.items() if not holds],
     }
 
@@ -142,15 +154,28 @@ def _cache(scene: Scene, numbers: np.random.Generator) -> None:
 
 
 def _keep_busy(scene: Scene, numbers: np.random.Generator) -> None:
-    """Two requests each, of prompts of their own, after so many that nobody counts as starved or new."""
+    """Two requests each, of prompts of their own, after so many that nobody counts as starved or new.
+
+    All were promised what their class asks for. The engines compute 8192 tokens in a step.
+    """
     for pool in scene.fleet.pools.values():
         for _ in range(12):
             for row in range(len(pool.members)):
                 pool.lease(row, Work()).release()
         for row in range(len(pool.members)):
+            pool.table.set_step_tokens(row, 8192)
             for _ in range(2):
-                work = Work(1000, 0.1 * scene.rng.randrange(7), 1000)
+                work = Work(1000, 0.1 * scene.rng.randrange(7), due_s=monotonic_s() + 1e6)
+                if pool.stage is Stage.DECODE:
+                    work = Work(context_tokens=1000, itl_limit_s=0.05)
                 pool.lease(row, work, _prompt(numbers, 1000))
+
+
+def mix_kinds(scene: Scene) -> None:
+    """Half of the workers of each stage, by chance, have another type of KV than the others."""
+    for pool in scene.fleet.pools.values():
+        for row in range(len(pool.members)):
+            pool.table.set_pair(row, PairKey(kv_dtype=scene.rng.choice(["bfloat16", "fp8"])))
 
 
 def prefill_decision(scene: Scene) -> Callable[[Prompt], Any]:
@@ -220,7 +245,6 @@ def _at(n_workers: int, n_tokens: int) -> dict[str, Any]:
     gc.freeze()
     ways = {
         "prefill": (prefill_decision(scene), DECISIONS),
-        "prefill_and_decode": (both_decisions(scene), DECISIONS),
         "plain_loop": (plain_loop(scene), REFERENCES),
     }
     first = scene.prompts[0]
@@ -244,9 +268,9 @@ def _at(n_workers: int, n_tokens: int) -> dict[str, Any]:
 class Taken:
     """Seconds that decisions took, by the clock and of the CPU."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.cpu_s: list[float] = []
+    def __init__(self, seconds: Iterable[float] = (), cpu_s: Iterable[float] = ()) -> None:
+        self.seconds = list(seconds)
+        self.cpu_s = list(cpu_s)
 
     def time(self, decide: Callable[[Prompt], Any], prompt: Prompt) -> None:
         """Make a decision."""
