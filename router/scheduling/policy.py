@@ -265,10 +265,18 @@ def _as_pair(
     )
     for strict in (True, False):
         giver = _choose_again(prefill, stages, pools, Pairing(takers, strict))
-        if giver.row is not None:
-            (pair,) = giver.pair_keys
-            taker = _choose_again(decode, stages, pools, with_worker(pair, strict=strict))
-            return giver, taker
+        if giver.row is None:
+            continue
+        (pair,) = giver.pair_keys
+        taker = _choose_again(decode, stages, pools, with_worker(pair, strict=strict))
+        assert taker.row is not None, "a worker that may be chosen fits it"
+        later_s = ask.later_s + taker.won.ttft_s.item(taker.row)
+        if later_s != giver.won.later_s:
+            # It was judged with the first token of another decode worker.
+            (pair,) = taker.pair_keys
+            pairing = with_worker(pair, strict=strict)
+            giver = _choose_again(giver, stages, pools, pairing, later_s=later_s)
+        return giver, taker
     return giver, decode
 
 
@@ -277,8 +285,10 @@ def _choose_again(
     stages: Mapping[Stage, StageGrid],
     pools: Mapping[str, PoolSnapshot],
     pairing: Pairing,
+    *,
+    later_s: float | None = None,
 ) -> StageChoice:
-    """The same choice, of the rows that a pairing leaves open."""
+    """The same choice, of the rows that a pairing leaves open; with another `later_s`, if one is given."""
     return _chosen(
         choice.stage,
         choice.ask,
@@ -287,7 +297,7 @@ def _choose_again(
         draw=choice.draw,
         config=choice.config,
         pairing=pairing,
-        later_s=choice.won.later_s,
+        later_s=choice.won.later_s if later_s is None else later_s,
     )
 
 

@@ -2,7 +2,8 @@
 
 A line has requests that wait for the same: model, stages, order of pools. Its first request stands for all
 of it, and the pools that this one waits for are reserved: no younger request of another line gets a worker
-there. A request that was given workers holds them in an `Assignment`.
+there, but one that holds a worker of its other stage: the older ones may wait for that. A request that was
+given workers holds them in an `Assignment`.
 """
 
 import asyncio
@@ -185,13 +186,11 @@ class WaitQueue:
 
     def reserved_before(self, new: PendingAssignment) -> Set[str]:
         """Names of pools that a new request must leave to requests that came before it."""
-        reserved = frozenset() if self._elsewhere is None else self._elsewhere(new.since_s)
-        if not self.n_waiting:
-            return reserved
-        line = self._lines.get(new.line)
-        if line is not None and line.requests:
-            return {choice.pool for choice in new.decision.stages}
-        return reserved | self.reserved()
+        if self.n_waiting:
+            line = self._lines.get(new.line)
+            if line is not None and line.requests:
+                return {choice.pool for choice in new.decision.stages}
+        return self._reserved_for(new, self.reserved())
 
     def reserved(self) -> set[str]:
         """Names of pools reserved for the requests that wait here, against younger ones of other lines."""
@@ -267,6 +266,9 @@ class WaitQueue:
             del self._lines[line.key]
 
     def _reserved_for(self, pending: PendingAssignment, here: set[str]) -> Set[str]:
+        if pending.ask.partner is not None:
+            # It holds a worker of its other stage, which may be what the older ones wait for.
+            return frozenset()
         return here if self._elsewhere is None else here | self._elsewhere(pending.since_s)
 
     def _waiting(self) -> Iterator[_WaitLine]:
