@@ -75,6 +75,7 @@ class Sla(google.protobuf.message.Message):
     FAIRNESS_ID_FIELD_NUMBER: builtins.int
     SESSION_ID_FIELD_NUMBER: builtins.int
     BY_OBJECTIVE_FIELD_NUMBER: builtins.int
+    AS_FAST_FIELD_NUMBER: builtins.int
     ttft_ms: builtins.float
     """absent: no target given, the grid's default applies"""
     itl_ms: builtins.float
@@ -91,6 +92,10 @@ class Sla(google.protobuf.message.Message):
     def by_objective(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """of the three first, those that are the default of its class"""
 
+    @property
+    def as_fast(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of the two first, those that were 0, as fast as possible: placed as 0, and"""
+
     def __init__(
         self,
         *,
@@ -101,9 +106,10 @@ class Sla(google.protobuf.message.Message):
         fairness_id: builtins.str = ...,
         session_id: builtins.str = ...,
         by_objective: collections.abc.Iterable[builtins.str] | None = ...,
+        as_fast: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_itl_ms", b"_itl_ms", "_priority", b"_priority", "_ttft_ms", b"_ttft_ms", "itl_ms", b"itl_ms", "priority", b"priority", "ttft_ms", b"ttft_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_itl_ms", b"_itl_ms", "_priority", b"_priority", "_ttft_ms", b"_ttft_ms", "by_objective", b"by_objective", "fairness_id", b"fairness_id", "itl_ms", b"itl_ms", "objective", b"objective", "priority", b"priority", "session_id", b"session_id", "ttft_ms", b"ttft_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_itl_ms", b"_itl_ms", "_priority", b"_priority", "_ttft_ms", b"_ttft_ms", "as_fast", b"as_fast", "by_objective", b"by_objective", "fairness_id", b"fairness_id", "itl_ms", b"itl_ms", "objective", b"objective", "priority", b"priority", "session_id", b"session_id", "ttft_ms", b"ttft_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_itl_ms", b"_itl_ms"]) -> typing.Literal["itl_ms"] | None: ...
     @typing.overload
@@ -370,6 +376,7 @@ class Target(google.protobuf.message.Message):
     field: builtins.str
     """ttft_ms or itl_ms"""
     ms: builtins.float
+    """by which it is judged"""
     source: builtins.str
     """who says so: request, objective (the default of its class), or grid"""
     def __init__(
@@ -459,6 +466,7 @@ class StageChoice(google.protobuf.message.Message):
     ELAPSED_S_FIELD_NUMBER: builtins.int
     LATER_S_FIELD_NUMBER: builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: builtins.int
+    WOULD_MEET_FIELD_NUMBER: builtins.int
     stage: Global___Stage.ValueType
     base_pool: builtins.str
     """what the grid cell says"""
@@ -513,6 +521,10 @@ class StageChoice(google.protobuf.message.Message):
     def pairing(self) -> Global___Pairing:
         """absent: the other stage left every worker open; none in a trailer"""
 
+    @property
+    def would_meet(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """where is_met is false: pools of the stage that are predicted to meet the"""
+
     def __init__(
         self,
         *,
@@ -537,9 +549,10 @@ class StageChoice(google.protobuf.message.Message):
         elapsed_s: builtins.float = ...,
         later_s: builtins.float = ...,
         answer_tokens: builtins.float = ...,
+        would_meet: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_is_met", b"_is_met", "_pairing", b"_pairing", "_rank", b"_rank", "is_met", b"is_met", "pairing", b"pairing", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_is_met", b"_is_met", "_pairing", b"_pairing", "_rank", b"_rank", "answer_tokens", b"answer_tokens", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "config_version", b"config_version", "draw", b"draw", "elapsed_s", b"elapsed_s", "excluded_workers", b"excluded_workers", "is_met", b"is_met", "later_s", b"later_s", "overridden", b"overridden", "pairing", b"pairing", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_is_met", b"_is_met", "_pairing", b"_pairing", "_rank", b"_rank", "answer_tokens", b"answer_tokens", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "config_version", b"config_version", "draw", b"draw", "elapsed_s", b"elapsed_s", "excluded_workers", b"excluded_workers", "is_met", b"is_met", "later_s", b"later_s", "overridden", b"overridden", "pairing", b"pairing", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker", "would_meet", b"would_meet"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_is_met", b"_is_met"]) -> typing.Literal["is_met"] | None: ...
     @typing.overload

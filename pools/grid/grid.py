@@ -130,6 +130,11 @@ class UnevenAxis(_Bands):
 AnyAxis = Axis | UnevenAxis
 
 
+def upper_edge(axis: AnyAxis, value: Number) -> Number:
+    """The upper edge of the band of `value`, in the unit of the axis."""
+    return axis.edges[axis.index(value) + 1]
+
+
 def number_text(value: Number) -> str:
     """A number of tokens or milliseconds, to six digits or more where it is no whole number.
 

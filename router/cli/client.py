@@ -30,7 +30,7 @@ from slagate.router.cli.command import (
 )
 from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.client import admin_at, engine_at, only_model, only_one_of
-from slagate.router.request.metadata import ITL, PRIORITY, RECEIPT, RECEIPT_TRAILER, TTFT
+from slagate.router.request.metadata import ITL, OBJECTIVE, PRIORITY, RECEIPT, RECEIPT_TRAILER, TTFT
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.tls.files import TlsFiles
@@ -50,6 +50,9 @@ ItlMs = Annotated[float | None, typer.Option(min=0, callback=finite, help="ITL t
 Priority = Annotated[
     int | None, typer.Option(min=-(2**31), max=2**31 - 1, help="int32, higher is more important.")
 ]
+Class = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Its class, as in objectives of the fleet file.")
+]
 RELOAD_TIMEOUT_S = 60.0
 """The gateway reads and checks the whole file first, which takes seconds for a large one, and other reloads
 may be ahead."""
@@ -66,10 +69,16 @@ class RequestOptions(NamedTuple):
     ttft_ms: float | None
     itl_ms: float | None
     priority: int | None
+    objective: str | None
 
     def metadata(self) -> list[tuple[str, str | bytes]]:
-        """The targets and the priority as gRPC metadata."""
-        pairs = ((TTFT, self.ttft_ms), (ITL, self.itl_ms), (PRIORITY, self.priority))
+        """The targets, the priority and the class as gRPC metadata."""
+        pairs = (
+            (TTFT, self.ttft_ms),
+            (ITL, self.itl_ms),
+            (PRIORITY, self.priority),
+            (OBJECTIVE, self.objective),
+        )
         return [(key, str(value)) for key, value in pairs if value is not None]
 
     def message(self, model: str) -> oe.GenerateRequest:
@@ -117,6 +126,7 @@ def generate(
     ttft_ms: TtftMs = None,
     itl_ms: ItlMs = None,
     priority: Priority = None,
+    objective: Class = None,
     receipt: Annotated[
         bool, typer.Option("--receipt", help="Print the receipt at the end.")
     ] = False,
@@ -131,7 +141,7 @@ def generate(
     tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     with ending_on_usage_error():
         prompt = read_prompt(tokens, isl)
-    options = RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
+    options = RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority, objective)
     run_to_exit(lambda: _generate(target, options, tls=tls, receipt=receipt, timeout_s=timeout))
 
 
@@ -145,6 +155,7 @@ def explain(
     ttft_ms: TtftMs = None,
     itl_ms: ItlMs = None,
     priority: Priority = None,
+    objective: Class = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsOwnCert = None,
@@ -156,7 +167,7 @@ def explain(
     tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     with ending_on_usage_error():
         prompt = read_prompt(tokens, isl)
-    options = RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
+    options = RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority, objective)
     run_to_exit(lambda: _explain(target, options, tls=tls, as_json=as_json))
 
 

@@ -13,6 +13,7 @@ from slagate.router.request.sla import Sla
 from slagate.router.scheduling.pairs import Pairing
 from slagate.router.scheduling.policy import Decision, StageChoice
 from slagate.router.scheduling.score import ScoredPool, ScoredRow
+from slagate.router.scheduling.words import explained
 from slagate.workers.runtime.cooperative import Steps
 
 WIRE_STAGE = {
@@ -113,7 +114,7 @@ def _decision_message(
         isl_tokens=decision.ask.isl_tokens,
         max_tokens=max_tokens,
         stages=stages,
-        text=decision.explain(),
+        text=explained(decision),
         admission=decision.admission,
     )
 
@@ -140,6 +141,7 @@ def _choice_message(choice: StageChoice, shown: Iterable[ScoredRow]) -> gw.Stage
         elapsed_s=choice.ask.elapsed_s,
         later_s=choice.won.later_s,
         answer_tokens=choice.ask.answer_tokens,
+        would_meet=choice.would_meet,
     )
 
 

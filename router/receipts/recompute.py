@@ -7,7 +7,7 @@ Compared with the record are: of a choice the winner with its rank and pool, `ce
 `pool_order`, `overridden`, `targets`, `starved`, `is_met` and the pools that were looked at; of each
 candidate `excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached
 tokens ...) is found changed if one of these then comes out otherwise. Nothing else is compared: not the
-order of the candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and times.
+order of the candidates, nor `would_meet`, `text`, `attempts`, `actual`, the number of retries, ids, times.
 """
 
 import math
@@ -142,6 +142,7 @@ def _decide_again(
             rng=rng,
             pairing=pairing,
             later_s=recorded.later_s,
+            says_elsewhere=False,  # of pools that were not looked at a receipt has nothing
         )
     except _NotLookedAt as error:
         found = f"the choice goes on to pool {error}", "it was not looked at"
@@ -166,6 +167,7 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision, *, by_targets: bool) -
             itl_ms=sla.itl_ms if sla.HasField("itl_ms") else None,
             priority=sla.priority if sla.HasField("priority") else None,
             by_objective=tuple(sla.by_objective),
+            as_fast=tuple(sla.as_fast),
         ),
         excluded=frozenset(recorded.excluded_workers),
         elapsed_s=recorded.elapsed_s,

@@ -12,13 +12,14 @@ the key: a target that is silently dropped is the failure this gateway exists to
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import msgspec
 from msgspec import structs
 
 from slagate.pools.fleet_file.models import Objective, default_for
+from slagate.pools.grid.grid import StageGrid, upper_edge
 from slagate.proto.rpc.status import Metadata
 from slagate.router.request.errors import InvalidRequest
 from slagate.router.request.metadata import (
@@ -55,7 +56,10 @@ def looks_like_ours(key: str) -> bool:
 
 
 class Sla(msgspec.Struct, frozen=True, gc=False):
-    """What a request asks for in its metadata. Targets stay in ms, as the edges of the grid's cells are."""
+    """What a request asks for in its metadata. Targets stay in ms, as the edges of the grid's cells are.
+
+    A target of 0 is placed in the grid as 0, and judged by what stands in its place here, see `with_edges`.
+    """
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -66,6 +70,7 @@ class Sla(msgspec.Struct, frozen=True, gc=False):
     receipt: bool = False  # whether the client wants a receipt
     by_objective: tuple[str, ...] = ()  # fields that the default of its class filled in
     is_unlisted: bool = False  # its class is none of the configuration's, and counts as "*"
+    as_fast: tuple[str, ...] = ()  # targets that were 0, which asks for as fast as possible
     is_final: bool = False  # a decision was made by it: `with_defaults` leaves it as it is
 
     def with_defaults(self, objectives: Mapping[str, Objective]) -> "Sla":
@@ -82,6 +87,17 @@ class Sla(msgspec.Struct, frozen=True, gc=False):
             if getattr(self, name) is None and getattr(default, name, None) is not None
         }
         return structs.replace(self, **found, by_objective=tuple(found), is_unlisted=is_unlisted)
+
+    def with_edges(self, grids: Iterable[StageGrid]) -> "Sla":
+        """A copy that is judged by the upper edge of its cell on each axis where the target is 0.
+
+        Nobody meets 0 ms, so it is read as the tightest promise that the grid makes. Where no grid has the
+        axis, nothing can be promised: the copy has no such target.
+        """
+        edges = {axis.field: float(upper_edge(axis, 0)) for grid in grids for axis in grid.axes}
+        zeros = tuple(name for name in ("ttft_ms", "itl_ms") if getattr(self, name) == 0)
+        found = {name: edges.get(name) for name in zeros}
+        return structs.replace(self, **found, as_fast=zeros)
 
 
 NO_TARGETS = Sla()

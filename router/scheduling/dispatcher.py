@@ -32,6 +32,7 @@ from slagate.router.scheduling.wait_queue import (
     PendingAssignment,
     WaitQueue,
 )
+from slagate.router.scheduling.words import misses
 from slagate.workers.runtime.clock import monotonic_s
 
 log = logging.getLogger(__name__)
@@ -221,6 +222,8 @@ class Dispatcher:
             sla = sla.with_defaults(fleet.objectives)
             if sla.is_unlisted:
                 self._note_class(sla.objective)
+        if sla.ttft_ms == 0 or sla.itl_ms == 0:
+            sla = sla.with_edges(fleet.grids.values())
         answer_tokens = fleet.answers.short_tokens(sla.objective)
         if ask.max_tokens is not None:
             answer_tokens = min(ask.max_tokens, answer_tokens)
@@ -251,7 +254,7 @@ class Dispatcher:
             return
         pending.decision = self._judged(pending.decision)
         if pending.decision.admission == "refused":
-            why = "it is predicted to miss its targets on every worker that it may use"
+            why = misses(pending.decision)
             pending.settle(Overloaded(why, retry_after_ms=self._drain_ms(choices)))
             return
         leases: dict[Stage, Lease] = {}

@@ -1,4 +1,4 @@
-"""The policy: which pool and which worker a request goes to. It is pure, and decisions explain themselves.
+"""The policy: which pool and which worker a request goes to. It is pure; `words` explains decisions.
 
 `choose` filters, scores and picks on a frozen snapshot; the same snapshot, request and state of the random
 generator give the same decision.
@@ -12,7 +12,7 @@ rank with the least predicted seconds win, see `score`.
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -22,7 +22,6 @@ from msgspec.structs import replace
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.grid.grid import AnyAxis, Cell, Stage, StageGrid
-from slagate.pools.grid.json_text import shown
 from slagate.pools.inflight.pair_key import PairKey, all_fit
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
@@ -72,6 +71,8 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
         None  # whether the targets are predicted to be met; None: it was not judged
     )
     pairing: Pairing | None = None  # None: the other stage left every row open
+    would_meet: tuple[str, ...] = ()
+    """Of what is predicted to miss: names of the pools that would meet the targets, but are not for it."""
 
     @property
     def base_pool(self) -> str:
@@ -154,18 +155,6 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
         """A copy of the decision with this choice for its stage."""
         stages = tuple(choice if old.stage is choice.stage else old for old in self.stages)
         return Decision(self.ask, stages, self.admission, self.class_name)
-
-    def explain(self) -> str:
-        """The decision in English, a line for each stage."""
-        lines = [_explain(self.ask, choice) for choice in self.stages]
-        if self.admission == "refused":
-            lines.append("Admission is on, so it is refused.")
-        elif self.admission == "shadow":
-            lines.append("Admission would refuse it if it were on.")
-        if self.ask.sla.is_unlisted:
-            name = shown(self.ask.sla.objective)
-            lines.append(f'Class {name} is not in objectives, it counts as "{ANY_CLASS}".')
-        return "\n".join(lines)
 
 
 class Choose(Protocol):
@@ -311,15 +300,24 @@ def choose_stage(
     config: gw.GatewayConfig = NO_CONFIG,
     pairing: Pairing | None = None,
     later_s: float = 0.0,
+    says_elsewhere: bool = True,
 ) -> StageChoice:
     """Choose a worker for one stage; draws exactly one number from `rng`.
 
     With `pairing` only rows that fit what the other stage has may be chosen. `later_s` are predicted
-    seconds from the stage's first response to the first token.
+    seconds from the stage's first response to the first token. Without `says_elsewhere` no pools are looked
+    at for `would_meet`, which the choice does not need.
     """
-    draw = rng.random()
     return _chosen(
-        stage, ask, grid, pools, draw=draw, config=config, pairing=pairing, later_s=later_s
+        stage,
+        ask,
+        grid,
+        pools,
+        draw=rng.random(),
+        config=config,
+        pairing=pairing,
+        later_s=later_s,
+        says_elsewhere=says_elsewhere,
     )
 
 
@@ -333,23 +331,27 @@ def _chosen(
     config: gw.GatewayConfig,
     pairing: Pairing | None = None,
     later_s: float,
+    says_elsewhere: bool = True,
 ) -> StageChoice:
     sla, isl_tokens = ask.sla, ask.isl_tokens
     values = {
         "isl": isl_tokens,
         "context_length": isl_tokens,
-        "ttft_ms": sla.ttft_ms,
-        "itl_ms": sla.itl_ms,
+        "ttft_ms": 0 if "ttft_ms" in sla.as_fast else sla.ttft_ms,
+        "itl_ms": 0 if "itl_ms" in sla.as_fast else sla.itl_ms,
     }
     place = grid.place(values, sla.priority)
     scored: dict[str, ScoredPool] = {}
     name, row, is_met, starved = place.order[0], None, None, False
+    would_meet: tuple[str, ...] = ()
     has_target = (stage is not Stage.DECODE and sla.ttft_ms is not None) or (
         stage is not Stage.PREFILL and sla.itl_ms is not None
     )
     if has_target and ask.by_targets:
         score = partial(score_pool, stage, ask, pairing=pairing, later_s=later_s)
         name, row, is_met = _by_targets(place.spill, pools, score, scored, draw)
+        if is_met is False and row is not None and says_elsewhere:
+            would_meet = _would_meet(grid, pools, score, scored)
     if row is None:
         is_met = None  # nothing is predicted, or no row may be chosen
         for name in place.order:
@@ -373,6 +375,22 @@ def _chosen(
         config=config,
         is_met=is_met,
         pairing=pairing,
+        would_meet=would_meet,
+    )
+
+
+def _would_meet(
+    grid: StageGrid,
+    pools: Mapping[str, PoolSnapshot],
+    score: Callable[[PoolSnapshot], ScoredPool],
+    scored: Mapping[str, ScoredPool],
+) -> tuple[str, ...]:
+    """Names of the other pools of the stage that are predicted to meet the targets."""
+    looked_at = [judged(score(pools[name])) for name in grid.pool_names if name not in scored]
+    return tuple(
+        of_pool.scored.pool.name
+        for of_pool in looked_at
+        if of_pool is not None and of_pool.fullest(0.0) is not None
     )
 
 
@@ -409,63 +427,3 @@ def _target(axis: AnyAxis, sla: Sla) -> LatencyTarget:
         return LatencyTarget(axis.field, axis.midpoint, "grid")
     source = "objective" if axis.field in sla.by_objective else "request"
     return LatencyTarget(axis.field, given_ms, source)
-
-
-def _in_words(target: LatencyTarget) -> str:
-    name = target.field.removesuffix("_ms").upper()
-    if target.source == "grid":
-        return f"no {name} target (so the middle of the grid, {target.ms:g} ms)"
-    of = " of its class" if target.source == "objective" else ""
-    return f"{name} target{of} {target.ms:g} ms"
-
-
-def _explain(ask: RoutingRequest, choice: StageChoice) -> str:
-    inputs = [f"{ask.isl_tokens} prompt tokens", *map(_in_words, choice.targets)]
-    cell = "".join(f"[{index}]" for index in choice.cell.index)
-    lines = [
-        f"{choice.stage.value}: {' and '.join(inputs)} fall in cell {cell},"
-        f" which is pool {choice.base_pool}."
-    ]
-    if choice.overridden:
-        lines.append(
-            f"Priority {ask.sla.priority} overrides that with pool {choice.pool_order[0]}."
-        )
-    winner = choice.winner
-    if winner is None:
-        reasons = ", ".join(sorted(choice.reasons)) or "the pool is empty"
-        lines.append(f"No worker can take it: {reasons}.")
-        return " ".join(lines)
-    if choice.is_met is None:
-        if choice.pool != choice.pool_order[0]:
-            lines.append(f"No worker there can take it; pool {choice.pool} is next in the order.")
-    elif not choice.is_met:
-        looked_at = ", ".join(scored.pool.name for scored in choice.scored)
-        lines.append(f"It is predicted to miss its target in every pool it may use ({looked_at}).")
-    elif choice.pool != choice.pool_order[0]:
-        lines.append(f"Pool {choice.pool} is the first it may use that is predicted to meet it.")
-    return " ".join([*lines, *_explain_winner(ask, choice, winner)])
-
-
-def _explain_winner(ask: RoutingRequest, choice: StageChoice, best: ScoredRow) -> Iterator[str]:
-    n_open = sum(scored.n_open for scored in choice.scored)
-    view = best.view
-    name = view.address if view.rank is None else f"{view.address} rank {view.rank}"
-    if n_open == 1:
-        who = f"{name} is the only one that can take it"
-    elif choice.is_met is not None:
-        what = "is the fullest where it fits" if choice.is_met else "is the least late"
-        who = f"Of {n_open} that can take it {name} {what}"
-    elif choice.starved:
-        who = f"Of {n_open} that can take it {name} had no request for longest, and is idle"
-    else:
-        who = f"Of {n_open} that can take it {name} has the least to do"
-    yield (
-        f"{who}: predicted load {best.score_s:.4f} s, with {view.inflight} in flight and"
-        f" {view.queued_tokens} prompt tokens queued."
-    )
-    if choice.stage is not Stage.DECODE and view.cached_tokens:
-        where = f", {view.host_tokens} of them on the host" if view.host_tokens else ""
-        yield f"It has {view.cached_tokens} of the {ask.isl_tokens} prompt tokens cached{where}."
-    for label, seconds in (("TTFT", best.predicted_ttft_s), ("ITL", best.predicted_itl_s)):
-        if seconds is not None:
-            yield f"Predicted {label} {seconds * 1000:.1f} ms."

@@ -37,7 +37,7 @@ def test_generate_reads_a_file_and_ends_with_the_receipt(disagg: Cluster, tmp_pa
     lines = output(
         *("generate", "--insecure", "--target", disagg.gateway.address, "--tokens", f"@{file}"),
         *("--max-tokens", "6", "--ttft-ms", "2000", "--itl-ms", "50", "--priority", "7"),
-        *("--model", MODEL, "--receipt"),
+        *("--model", MODEL, "--objective", "chat", "--receipt"),
     ).splitlines()
     assert numbers(lines[0]) == expected([10, 20, 30, 40], 6)
     assert len(lines) == 2
@@ -45,6 +45,7 @@ def test_generate_reads_a_file_and_ends_with_the_receipt(disagg: Cluster, tmp_pa
     assert receipt["decision"]["isl_tokens"] == 4
     sla = receipt["decision"]["sla"]
     assert (sla["ttft_ms"], sla["itl_ms"], sla["priority"]) == (2000, 50, 7)
+    assert sla["objective"] == "chat"
     assert receipt["actual"]["outcome"] == "completed"
     assert receipt["actual"]["output_tokens"] == 6
     assert [attempt["worker"] for attempt in receipt["attempts"]] == [

@@ -55,15 +55,20 @@ def kinds(choice: gw.StageChoice) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", ["disagg", "agg"])
-def test_what_was_decided_by_targets_comes_out_the_same(mode: str) -> None:
-    fleet = RandomFleet(mode, spill="any")
+@pytest.mark.parametrize("spill", ["any", "none"])
+def test_what_was_decided_by_targets_comes_out_the_same(mode: str, spill: str) -> None:
+    fleet = RandomFleet(mode, spill=spill)
     receipts = [fleet.receipt(random.Random(seed), seed) for seed in range(N_RECEIPTS)]
     recheck = Recomputer()
     assert list(recheck.read(as_lines(fleet.config, *receipts))) == []
     choices = [choice for receipt in receipts for choice in every_choice(receipt)]
     met = Counter(choice.is_met if choice.HasField("is_met") else None for choice in choices)
     assert min(met[verdict] for verdict in (True, False, None)) >= N_RECEIPTS / 10, met
-    assert sum(choice.pool != choice.pool_order[0] for choice in choices) >= N_RECEIPTS / 10
+    if spill == "any":
+        assert sum(choice.pool != choice.pool_order[0] for choice in choices) >= N_RECEIPTS / 10
+    else:
+        assert sum(len(choice.would_meet) > 0 for choice in choices) >= N_RECEIPTS / 10
+    assert sum(len(receipt.decision.sla.as_fast) > 0 for receipt in receipts) >= N_RECEIPTS / 10
 
 
 @pytest.mark.parametrize("mode", ["disagg", "agg"])

@@ -74,8 +74,8 @@ class PeerChoice:
         values = {
             "isl": ask.isl_tokens,
             "context_length": ask.isl_tokens,
-            "ttft_ms": ask.sla.ttft_ms,
-            "itl_ms": ask.sla.itl_ms,
+            "ttft_ms": 0 if "ttft_ms" in ask.sla.as_fast else ask.sla.ttft_ms,
+            "itl_ms": 0 if "itl_ms" in ask.sla.as_fast else ask.sla.itl_ms,
         }
         cell, order, _ = grid.place(values, ask.sla.priority)
         names = grid.pool_names if self._policy.over_all_pools else order[:1]

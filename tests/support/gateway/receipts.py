@@ -73,7 +73,8 @@ class RandomFleet:
         record.request_id = f"r-{number}"
         self._keys = rng.choice([[ANY_PAIR], KEYS])
         pools = {name: self._pool(name, rng) for name in self._fleet.pools}
-        ask = RoutingRequest(MODEL, rng.choice([200, 1000, 5000]), _sla(rng))
+        sla = _sla(rng).with_edges(self._fleet.grids.values())
+        ask = RoutingRequest(MODEL, rng.choice([200, 1000, 5000]), sla)
         record.decision = choose(ask, self._fleet.grids, pools, rng=rng, config=self.config)
         for choice in record.decision.stages:
             other = [each for each in record.decision.stages if each.stage is not choice.stage]
@@ -161,8 +162,8 @@ def _row(
 
 def _sla(rng: random.Random) -> Sla:
     targets: Mapping[str, Any] = {
-        "ttft_ms": rng.choice([None, 50.0, 123.4, 700.0]),
-        "itl_ms": rng.choice([None, 3.0, 20.1, 40.0]),
+        "ttft_ms": rng.choice([None, 0.0, 50.0, 123.4, 700.0]),
+        "itl_ms": rng.choice([None, 0.0, 3.0, 20.1, 40.0]),
         "priority": rng.choice([None, None, 6, -3]),
     }
     return Sla(**targets)

@@ -153,10 +153,13 @@ async def bench(
     decode: Sequence[Script] = (DECODE_OK,),
     agg: Sequence[Script] = (DECODE_OK,),
     scripts: Mapping[str, Sequence[Script]] | None = None,
+    of_pools: Mapping[str, Any] | None = None,
+    **of_file: Any,
 ) -> AsyncIterator[Bench]:
     """A gateway with `n_workers` for each stage, which play the stage's scripts.
 
-    `scripts` is another way to give those of a stage whose name is a value in the test.
+    `scripts` is another way to give those of a stage whose name is a value in the test. `of_pools` goes
+    into each entry of `pools` of the fleet file, `of_file` to its top.
     """
     played = {"prefill": prefill, "decode": decode, "agg": agg} | dict(scripts or {})
     failure: AssertionError | None = None
@@ -166,11 +169,11 @@ async def bench(
     for stage in STAGE_NAMES[mode]:
         stages[stage] = Scripts(list(played[stage]))
         addresses = [f"{stage[0]}{n}:1" for n in range(1, n_workers + 1)]
-        pools[stage] = {"workers": addresses}
+        pools[stage] = {"workers": addresses, **(of_pools or {})}
         for address in addresses:
             workers[address] = FakeWorker(role=ROLES[stage], scripts=stages[stage])
     async with build(
-        config(mode, pools),
+        config(mode, pools, **of_file),
         settings or Settings(),
         connect=connector(workers),
         now_s=anyio.current_time,

@@ -13,7 +13,7 @@ from slagate.workers.runtime.usage import UsageError
 
 
 def options(**changes: Any) -> RequestOptions:
-    return RequestOptions([1, 2], None, None, None, None, None)._replace(**changes)
+    return RequestOptions([1, 2], None, None, None, None, None, None)._replace(**changes)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,11 @@ def test_one_of_the_two_flags_is_needed() -> None:
 
 def test_targets_go_out_as_metadata() -> None:
     assert options().metadata() == []
-    assert options(ttft_ms=500.0, itl_ms=12.5, priority=-1).metadata() == [
+    assert options(ttft_ms=500.0, itl_ms=12.5, priority=-1, objective="chat").metadata() == [
         ("x-slo-ttft-ms", "500.0"),
         ("x-slo-tpot-ms", "12.5"),
         ("openengine-priority", "-1"),
+        ("x-gateway-inference-objective", "chat"),
     ]
 
 

@@ -15,9 +15,9 @@ from slagate.router.request.metadata import RECEIPT_TRAILER
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime.cooperative import run_cooperatively
 from slagate.workers.runtime.virtual_loop import run
-from support.builders import put_in, request
+from support.builders import PROFILE, put_in, request
 from support.gateway.request_path import DECODE_OK, Answer, Bench, bench
-from support.worker.fake import refusal
+from support.worker.fake import Wait, refusal
 
 Code = grpc.StatusCode
 ASK = [("slagate-receipt", "1")]
@@ -40,6 +40,47 @@ def test_a_refusal_for_want_of_a_worker_shows_what_was_decided() -> None:
             assert {c.excluded for c in decode.candidates} == {"not_ready"}
             assert (receipt.attempts, receipt.actual.outcome) == ([], "unavailable")
             await b.check_idle(Outcome.UNAVAILABLE)
+
+    run(main)
+
+
+def test_a_predicted_miss_says_so_and_why_it_was_refused() -> None:
+    async def main() -> None:
+        rules = {"objectives": {"*": {"ttft_ms": 0.001}}, "scheduling": {"admission": "on"}}
+        async with bench(of_pools={"profile": PROFILE, "tp": 1}, **rules) as b:
+            metadata = [*ASK, ("x-gateway-inference-objective", "typo")]
+            answer = await b.call(metadata=metadata)
+            missed = (
+                "t is predicted to miss its TTFT target of 0.001 ms in every pool that it may use"
+            )
+            assert answer.status.code is Code.RESOURCE_EXHAUSTED
+            assert answer.status.message == f"prefill: i{missed} (prefill)"
+            decision = answer.receipt.decision
+            assert (decision.admission, decision.stages[0].is_met) == ("refused", False)
+            assert f"I{missed} (prefill)." in decision.text
+            assert "Admission is on, so it is refused." in decision.text
+            assert 'Class "typo" is not in objectives, it counts as "*".' in decision.text
+            b.app.gateway.dispatcher.set_admission("shadow")
+            served = (await b.call(metadata=metadata)).receipt
+            assert "Admission would refuse it if it were on." in served.decision.text
+            assert (served.decision.admission, served.actual.outcome) == ("shadow", "completed")
+
+    run(main)
+
+
+def test_a_target_of_0_is_judged_in_the_end_as_it_was_at_first() -> None:
+    speed = {"profile": PROFILE, "tp": 1}
+
+    async def main() -> None:
+        async with bench(decode=[[Wait(0.1), *DECODE_OK]], of_pools=speed) as b:
+            receipt = (await b.call(metadata=[*ASK, ("x-slo-ttft-ms", "0")])).receipt
+            assert receipt.actual.ttft_ms > 0
+            assert (receipt.decision.sla.ttft_ms, receipt.decision.sla.as_fast) == (
+                900,
+                ["ttft_ms"],
+            )
+            assert receipt.decision.stages[0].targets[0].ms == 900
+            assert receipt.actual.ttft_met is True
 
     run(main)
 

@@ -13,6 +13,7 @@ from slagate.router.receipts.record import MAX_RECEIPT_BYTES, TOP_CANDIDATES, Re
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import MAX_TEXT, Sla
 from slagate.router.scheduling.policy import Decision, choose
+from slagate.router.scheduling.words import explained
 from slagate.workers.runtime.cooperative import run_at_once
 from support.builders import MODEL, ask, one_cell, pool_view, profiled, rng, view
 
@@ -193,7 +194,7 @@ def test_the_wire_decision_keeps_every_candidate_when_told_to() -> None:
     of = decision(n_workers=9)
     message = in_full(of)
     assert [len(choice.candidates) for choice in message.stages] == [9, 9]
-    assert message.text == of.explain()
+    assert message.text == explained(of)
 
 
 def among_equals(seed: int, n_workers: int = 10) -> Decision:

@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slagate.pools.fleet_file.models import Objective
+from slagate.pools.grid.grid import Axis, StageGrid, UnevenAxis
 from slagate.router.request.errors import InvalidRequest
 from slagate.router.request.metadata import (
     FAIRNESS_ID,
@@ -215,3 +217,48 @@ def test_where_there_are_no_receipts_asking_for_one_is_refused_and_declining_is_
     assert parse_sla([], receipts=False) == Sla()
     with pytest.raises(InvalidRequest, match="must be 0 or 1"):
         parse_sla([(RECEIPT, "yes")], receipts=False)
+
+
+def grid_of(axis: Axis | UnevenAxis) -> StageGrid:
+    n_cells = axis.resolution
+    return StageGrid(
+        axes=(Axis("isl", 0, 1000, 1), axis),
+        cells=((0,),) * n_cells,
+        pool_names=("p",),
+        priorities=(0,),
+    )
+
+
+TTFT_AXES = [Axis("ttft_ms", 100, 900, 2), UnevenAxis("ttft_ms", (100, 500, 600))]
+
+
+@pytest.mark.parametrize("axis", TTFT_AXES)
+def test_a_target_of_0_is_judged_by_the_upper_edge_of_the_tightest_cell(
+    axis: Axis | UnevenAxis,
+) -> None:
+    decode = grid_of(Axis("itl_ms", 5, 45, 4))
+    sla = Sla(0.0, 0.0).with_edges([grid_of(axis), decode])
+    assert (sla.ttft_ms, sla.itl_ms, sla.as_fast) == (500.0, 15.0, ("ttft_ms", "itl_ms"))
+    one = Sla(0.0, 12.0).with_edges([grid_of(axis), decode])
+    assert (one.ttft_ms, one.itl_ms, one.as_fast) == (500.0, 12.0, ("ttft_ms",))
+
+
+def test_a_target_of_0_of_a_class_is_the_same() -> None:
+    objectives = {"chat": Objective(ttft_ms=0, itl_ms=30)}
+    sla = Sla(objective="chat").with_defaults(objectives).with_edges([grid_of(TTFT_AXES[0])])
+    assert (sla.ttft_ms, sla.as_fast, sla.by_objective) == (
+        500,
+        ("ttft_ms",),
+        ("ttft_ms", "itl_ms"),
+    )
+
+
+def test_a_target_of_0_on_an_axis_that_no_grid_has_promises_nothing() -> None:
+    sla = Sla(200.0, 0.0).with_edges([grid_of(TTFT_AXES[0])])
+    assert (sla.ttft_ms, sla.itl_ms, sla.as_fast) == (200.0, None, ("itl_ms",))
+
+
+def test_the_tightest_cell_is_the_one_in_which_0_falls() -> None:
+    """Bounds of a grid may be below 0, as Dynamo's may."""
+    assert Sla(0.0).with_edges([grid_of(Axis("ttft_ms", -100, 300, 4))]).ttft_ms == 100.0
+    assert Sla(0.0).with_edges([grid_of(UnevenAxis("ttft_ms", (-9, 0, 50)))]).ttft_ms == 50.0

@@ -19,6 +19,7 @@ from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER, TAKERS_A
 from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import ScoredRow
 from slagate.router.scheduling.wait_queue import Assignment
+from slagate.router.scheduling.words import explained
 from support.builders import MODEL, ask, fleet, model_info, put_in, rng, take_now
 from support.fleet.files import disagg_file
 
@@ -119,7 +120,7 @@ def test_a_class_that_is_not_listed_is_told_once_and_in_the_words_of_a_decision(
     d = dispatcher(fleet(objectives={"batch": {"ttft_ms": 800}, "*": {"ttft_ms": 150}}))
     for name, note in (("", ""), ("batch", ""), ("Bacth", 'Class "Bacth" is not in objectives')):
         for _ in range(2):
-            words = d.explain(ask(sla=Sla(objective=name))).explain()
+            words = explained(d.explain(ask(sla=Sla(objective=name))))
             assert ("not in objectives" in words) == bool(note)
             assert note in words
             assert f"TTFT target of its class {800 if name == 'batch' else 150} ms" in words
@@ -134,7 +135,7 @@ def test_a_class_that_is_not_listed_is_told_once_and_in_the_words_of_a_decision(
 def test_without_objectives_a_class_is_a_label_and_nothing_is_said_of_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert "objectives" not in dispatcher().explain(ask(sla=Sla(objective="any"))).explain()
+    assert "objectives" not in explained(dispatcher().explain(ask(sla=Sla(objective="any"))))
     assert not caplog.records
 
 

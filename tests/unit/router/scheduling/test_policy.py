@@ -22,6 +22,7 @@ from slagate.router.scheduling.score import (
     QUEUE_AT_LIMIT,
     RoutingRequest,
 )
+from slagate.router.scheduling.words import explained
 from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, take_now, view, work_of
 from support.fleet.files import disagg_file
 
@@ -132,7 +133,7 @@ def test_a_worker_at_its_limit_spills_to_the_faster_pool() -> None:
 
 
 def choose_text(choice: StageChoice) -> str:
-    return Decision(ask(), (choice,)).explain()
+    return explained(Decision(ask(), (choice,)))
 
 
 def test_the_cell_comes_from_prompt_and_targets_and_a_priority_overrides_it() -> None:
@@ -177,7 +178,7 @@ def test_a_decision_explains_itself_in_words() -> None:
     idle, busy = view("idle:1"), view("busy:1", queued_s=3.0, queued_tokens=9, inflight=2)
     pools = {"only": pool_view("only", [busy, idle], speed=profiled())}
     stages = {Stage.PREFILL: one_cell(Stage.PREFILL, "only")}
-    text = choose(ask(sla=Sla(ttft_ms=40)), stages, pools, rng=rng()).explain()
+    text = explained(choose(ask(sla=Sla(ttft_ms=40)), stages, pools, rng=rng()))
     for part in (
         "prefill: 100 prompt tokens",
         "TTFT target 40 ms",
@@ -186,13 +187,13 @@ def test_a_decision_explains_itself_in_words() -> None:
         "Of 2 that can take it idle:1 is the fullest where it fits",
     ):
         assert part in text
-    text = choose(ask(sla=Sla(ttft_ms=1)), stages, pools, rng=rng()).explain()
-    assert "predicted to miss its target in every pool it may use (only)" in text
+    text = explained(choose(ask(sla=Sla(ttft_ms=1)), stages, pools, rng=rng()))
+    assert "predicted to miss its TTFT target of 1 ms in every pool that it may use (only)." in text
     assert "idle:1 is the least late" in text
-    text = choose(ask(), stages, pools, rng=rng()).explain()
+    text = explained(choose(ask(), stages, pools, rng=rng()))
     assert "Of 2 that can take it idle:1 has the least to do" in text
     down = {"only": pool_view("only", [view("w:1", state=State.REFUSED)])}
-    text = choose(ask(), stages, down, rng=rng()).explain()
+    text = explained(choose(ask(), stages, down, rng=rng()))
     assert "no TTFT target" in text
     assert "No worker can take it: refused." in text
 

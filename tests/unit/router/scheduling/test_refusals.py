@@ -1,18 +1,23 @@
 """Admission: who is refused for a prediction, and promises, which end with their leases."""
 
 import math
+from typing import Any
 
 import pytest
 
-from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import Lease
+from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.engine_queue import Work
 from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.targets import ITL_SHARE
 from slagate.router.scheduling.wait_queue import Assignment
-from support.builders import PROFILE, ask, fleet, rng, take_now
+from slagate.router.scheduling.words import explained
+from support.builders import MODEL, PROFILE, ask, fleet, model_info, rng, take_now
+from support.fleet.files import disagg_file
 
 SPEED = {"profile": PROFILE, "tp": 1}
 MISSED = 0.001
@@ -56,9 +61,100 @@ def test_with_admission_on_who_is_shed_is_refused_and_holds_nothing(mode: str) -
     refused = outcome(d, Sla(objective="shed"))
     assert isinstance(refused, Overloaded)
     assert refused.status().code.name == "RESOURCE_EXHAUSTED"
-    assert "predicted to miss" in str(refused)
+    stage, only = ("prefill", "prefill") if mode == "disagg" else ("agg", "agg")
+    assert str(refused) == (
+        f"{stage}: it is predicted to miss its TTFT target of 0.001 ms"
+        f" in every pool that it may use ({only})"
+    )
     assert inflight(d.fleet) == 0
     assert d.n_waiting == 0
+
+
+def two_pools(*, spill: str, ttft_ms: int, **more: Any) -> Dispatcher:
+    """A grid whose cells have p-bulk, which has all of these seconds queued, beside p-fast."""
+    content = disagg_file() | {
+        "objectives": {"own": {"ttft_ms": ttft_ms}, "zero": {"ttft_ms": 0, "itl_ms": 0}},
+        "scheduling": {"admission": "on", "spill": spill},
+    }
+    names = ("p-fast", "p-bulk", "d-fast", "d-bulk")
+    content["pools"] = {name: {"workers": [f"{name}:1"], **SPEED} for name in names}
+    content["prefill_pool_selection_strategy"] |= more
+    made = Fleet(prepare(parse_config(content, source="f", serving=True)))
+    for each in made.members():
+        each.set_models({MODEL: model_info()})
+        each.probe_ok()
+    made.pools["p-bulk"].lease(0, Work(1000, 5.0, 0), None)
+    return Dispatcher(made, rng=rng())
+
+
+BY_PRIORITY = [{"min_priority": 5, "max_priority": 9, "target_pool": 1}]
+
+
+@pytest.mark.parametrize(
+    ("spill", "priority", "why"),
+    [
+        ("none", None, "scheduling.spill is none"),
+        ("listed", None, "its cell does not list that one, and scheduling.spill is listed"),
+        ("any", 7, "a priority override has placed it"),
+    ],
+)
+def test_who_is_refused_is_told_which_pool_would_meet_its_target(
+    spill: str, priority: int | None, why: str
+) -> None:
+    d = two_pools(spill=spill, ttft_ms=800, priority_overrides=BY_PRIORITY)
+    sla = Sla(objective="own", priority=priority)
+    decision = d.explain(ask(sla=sla))
+    choice = decision.stages[0]
+    assert (choice.would_meet, choice.is_met, choice.pool) == (("p-fast",), False, "p-bulk")
+    missed = (
+        "t is predicted to miss its TTFT target of 800 ms in every pool that it may use (p-bulk);"
+        f" pool p-fast would meet it, but {why}"
+    )
+    assert f"I{missed}." in explained(decision)
+    refused = outcome(d, sla)
+    assert isinstance(refused, Overloaded)
+    assert str(refused) == f"prefill: i{missed}"
+
+
+def test_where_no_pool_would_meet_it_that_is_said() -> None:
+    d = two_pools(spill="none", ttft_ms=800)
+    d.fleet.pools["p-fast"].lease(0, Work(1000, 5.0, 0), None)
+    refused = outcome(d, Sla(objective="own"))
+    assert "(p-bulk), and no other pool of the stage is predicted to meet it" in str(refused)
+    anywhere = two_pools(spill="any", ttft_ms=800)
+    anywhere.fleet.pools["p-fast"].lease(0, Work(1000, 5.0, 0), None)
+    assert str(outcome(anywhere, Sla(objective="own"))).endswith("(p-bulk, p-fast)")
+
+
+def test_a_target_of_0_is_admitted_by_the_upper_edge_of_its_cell() -> None:
+    """The tightest cells of that file end at 500 ms and 25 ms, which an idle worker meets."""
+    for sla in (Sla(ttft_ms=0.0, itl_ms=0.0), Sla(objective="zero")):
+        d = two_pools(spill="listed", ttft_ms=800)
+        taken = outcome(d, sla)
+        assert isinstance(taken, Assignment)
+        prefill, decode = taken.decision.stages
+        assert [(each.cell.index, each.pool) for each in (prefill, decode)] == [
+            ((0, 0), "p-fast"),
+            ((0, 0), "d-fast"),
+        ]
+        assert [(each.targets[0].ms, each.is_met) for each in (prefill, decode)] == [
+            (500.0, True),
+            (25.0, True),
+        ]
+        source = "of its class " if sla.objective else ""
+        told = f"TTFT target {source}0 (judged as 500 ms, the upper edge of its cell)"
+        assert told in explained(taken.decision)
+        d.fleet.pools["p-fast"].lease(0, Work(1000, 0.6, 0), None)
+        assert "TTFT target of 500 ms" in str(outcome(d, sla))
+
+
+def test_a_target_of_0_is_judged_so_on_an_aggregated_worker_too() -> None:
+    made = fleet("agg", pools={"agg": SPEED}, scheduling={"admission": "on"})
+    taken = outcome(Dispatcher(made, rng=rng()), Sla(ttft_ms=0.0, itl_ms=0.0))
+    assert isinstance(taken, Assignment)
+    (choice,) = taken.decision.stages
+    assert [target.ms for target in choice.targets] == [900.0, 45.0]
+    assert taken.decision.is_met is True
 
 
 def test_a_retry_is_served_late_rather_than_refused() -> None:

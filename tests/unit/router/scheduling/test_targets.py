@@ -194,6 +194,40 @@ def test_whom_a_rule_has_placed_does_not_spill(spill: str) -> None:
     assert (choice.pool, choice.is_met) == ("b", False)
 
 
+class Looked(dict[str, PoolSnapshot]):
+    """Pools that note which of them were looked at."""
+
+    def __init__(self, pools: Mapping[str, PoolSnapshot]) -> None:
+        super().__init__(pools)
+        self.names: list[str] = []
+
+    def __getitem__(self, name: str) -> PoolSnapshot:
+        self.names.append(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize(
+    ("spill", "seconds", "looked_at", "would_meet"),
+    [
+        ("none", (0.0, 0.0, 0.0), "c", ""),
+        ("none", (0.0, 9.0, 9.0), "cab", "a"),
+        ("none", (0.0, 0.0, 9.0), "cab", "ab"),
+        ("listed", (0.0, 0.0, 9.0), "cb", ""),
+        ("listed", (9.0, 9.0, 9.0), "cba", ""),
+        ("any", (9.0, 9.0, 9.0), "acb", ""),
+    ],
+)
+def test_only_where_it_is_missed_is_asked_which_other_pool_would_meet_it(
+    spill: str, seconds: tuple[float, ...], looked_at: str, would_meet: str
+) -> None:
+    pools = Looked(pools_with(dict(zip("abc", seconds, strict=True))))
+    asked = ask(isl_tokens=ISL, sla=fits(0.1))
+    choice = choose_stage(Stage.PREFILL, asked, spilling(spill), pools, rng=rng())
+    assert "".join(pools.names) == looked_at
+    assert "".join(choice.would_meet) == would_meet
+    assert set(choice.would_meet) & {scored.pool.name for scored in choice.scored} == set()
+
+
 def test_pools_that_cost_the_same_are_tried_in_the_order_of_the_cell() -> None:
     grid = replace(spilling("any"), costs=())
     asked = ask(isl_tokens=ISL, sla=fits(0.1))
