@@ -6,9 +6,10 @@ returns what every client saw, with the invariants of ARCHITECTURE.md checked on
 
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import grpc
@@ -68,9 +69,9 @@ class Seen:
     receipt: gw.Receipt = field(default_factory=gw.Receipt)
 
 
-def fleet_file(stages: dict[str, dict[str, list[str]]]) -> dict[str, object]:
+def fleet_file(stages: dict[str, dict[str, list[str]]]) -> dict[str, Any]:
     """A fleet with one-cell grids per stage: stage -> pool -> addresses."""
-    file: dict[str, object] = {"mode": "agg" if "agg" in stages else "disagg", "pools": {}}
+    file: dict[str, Any] = {"mode": "agg" if "agg" in stages else "disagg", "pools": {}}
     axes = {
         "prefill": (("isl", ""), ("ttft", "_ms")),
         "decode": (("context_length", ""), ("itl", "_ms")),
@@ -86,7 +87,7 @@ def fleet_file(stages: dict[str, dict[str, list[str]]]) -> dict[str, object]:
         file[f"{stage}_pool_selection_strategy"] = strategy
         for name, workers in pools.items():
             spec = {"workers": workers, "profile": "llama-3.1-8b-h100", "tp": 1}
-            file["pools"][name] = spec  # type: ignore[index]
+            file["pools"][name] = spec
     return file
 
 
@@ -109,9 +110,12 @@ async def running(
     settings: Settings | None = None,
     connect_to: Callable[[str, TrtllmWorker], AbstractAsyncContextManager[Worker]] | None = None,
     make: Callable[[str, str], AbstractAsyncContextManager[TrtllmWorker]] | None = None,
+    file: Mapping[str, Any] | None = None,
     **options: float,
 ) -> AsyncIterator[Fleet]:
     """A gateway over this many workers a stage, `latency_s` away, all ready.
+
+    With `file` they are those of a fleet file, whose pools have the stage as the first part of their names.
 
     Workers refuse the share `refusals` of their calls, as a dying or a full one would; of the rest they
     lose the share `losses` midway, and fall silent in half of those. With `connect_to` the way to them is
@@ -128,10 +132,16 @@ async def running(
 
     async with AsyncExitStack() as stack:
         workers: dict[str, TrtllmWorker] = {}
-        pools: dict[str, dict[str, list[str]]] = {}
-        for stage, count in stages.items():
-            pools[stage] = {f"{stage}-pool": [f"{stage}:{i + 1}" for i in range(count)]}
-            for address in pools[stage][f"{stage}-pool"]:
+        if file is None:
+            file = fleet_file(
+                {
+                    stage: {f"{stage}-pool": [f"{stage}:{i + 1}" for i in range(count)]}
+                    for stage, count in stages.items()
+                }
+            )
+        for name, pool in file["pools"].items():
+            stage = name.partition("-")[0]
+            for address in pool["workers"]:
                 made = sim(stage, served=False, **options) if make is None else make(stage, address)
                 worker = await stack.enter_async_context(made)
                 assert isinstance(worker, TrtllmWorker)
@@ -148,7 +158,7 @@ async def running(
 
         app = await stack.enter_async_context(
             build(
-                parse_config(fleet_file(pools), source="simulation", serving=True),
+                parse_config(file, source="simulation", serving=True),
                 settings or Settings(),
                 connect=connect,
                 now_s=anyio.current_time,
