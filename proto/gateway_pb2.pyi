@@ -422,9 +422,17 @@ class PoolLook(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
     COEFFICIENTS_FIELD_NUMBER: builtins.int
+    TTFT_BASIS_FIELD_NUMBER: builtins.int
+    ITL_BASIS_FIELD_NUMBER: builtins.int
     name: builtins.str
     leases: builtins.int
     """all that were ever taken in it"""
+    ttft_basis: builtins.str
+    """what its TTFT was predicted by: learnt, profile, or grid, where it decides"""
+    itl_basis: builtins.str
+    """nothing
+    the same of ITL
+    """
     @property
     def coefficients(self) -> Global___Coefficients: ...
     def __init__(
@@ -433,9 +441,11 @@ class PoolLook(google.protobuf.message.Message):
         name: builtins.str = ...,
         leases: builtins.int = ...,
         coefficients: Global___Coefficients | None = ...,
+        ttft_basis: builtins.str = ...,
+        itl_basis: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["coefficients", b"coefficients"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["coefficients", b"coefficients", "leases", b"leases", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coefficients", b"coefficients", "itl_basis", b"itl_basis", "leases", b"leases", "name", b"name", "ttft_basis", b"ttft_basis"]) -> None: ...
 
 Global___PoolLook: typing_extensions.TypeAlias = PoolLook
 
@@ -659,6 +669,9 @@ class Actual(google.protobuf.message.Message):
     TOTAL_MS_FIELD_NUMBER: builtins.int
     WAITED_MS_FIELD_NUMBER: builtins.int
     PREDICTED_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    PREDICTED_TTFT_MS_FIELD_NUMBER: builtins.int
+    PREDICTED_ITL_MS_FIELD_NUMBER: builtins.int
+    STALLED_MS_FIELD_NUMBER: builtins.int
     outcome: builtins.str
     """label of slagate_requests_total"""
     ttft_ms: builtins.float
@@ -677,6 +690,14 @@ class Actual(google.protobuf.message.Message):
     """for a worker below its limits; absent: it never asked for one"""
     predicted_cached_tokens: builtins.int
     """to compare with cached_tokens; absent: no worker chosen"""
+    predicted_ttft_ms: builtins.float
+    """when the worker was chosen, to compare with ttft_ms; absent: it was"""
+    predicted_itl_ms: builtins.float
+    """not predicted, or not every leg went well the first time
+    the same of itl_ms less stalled_ms
+    """
+    stalled_ms: builtins.float
+    """of itl_ms, for prompts of others on an aggregated worker"""
     def __init__(
         self,
         *,
@@ -690,9 +711,12 @@ class Actual(google.protobuf.message.Message):
         total_ms: builtins.float = ...,
         waited_ms: builtins.float | None = ...,
         predicted_cached_tokens: builtins.int | None = ...,
+        predicted_ttft_ms: builtins.float | None = ...,
+        predicted_itl_ms: builtins.float | None = ...,
+        stalled_ms: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cached_tokens", b"_cached_tokens", "_itl_met", b"_itl_met", "_itl_ms", b"_itl_ms", "_predicted_cached_tokens", b"_predicted_cached_tokens", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "_waited_ms", b"_waited_ms", "cached_tokens", b"cached_tokens", "itl_met", b"itl_met", "itl_ms", b"itl_ms", "predicted_cached_tokens", b"predicted_cached_tokens", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms", "waited_ms", b"waited_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cached_tokens", b"_cached_tokens", "_itl_met", b"_itl_met", "_itl_ms", b"_itl_ms", "_predicted_cached_tokens", b"_predicted_cached_tokens", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "_waited_ms", b"_waited_ms", "cached_tokens", b"cached_tokens", "itl_met", b"itl_met", "itl_ms", b"itl_ms", "outcome", b"outcome", "output_tokens", b"output_tokens", "predicted_cached_tokens", b"predicted_cached_tokens", "total_ms", b"total_ms", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms", "waited_ms", b"waited_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cached_tokens", b"_cached_tokens", "_itl_met", b"_itl_met", "_itl_ms", b"_itl_ms", "_predicted_cached_tokens", b"_predicted_cached_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_stalled_ms", b"_stalled_ms", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "_waited_ms", b"_waited_ms", "cached_tokens", b"cached_tokens", "itl_met", b"itl_met", "itl_ms", b"itl_ms", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "stalled_ms", b"stalled_ms", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms", "waited_ms", b"waited_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cached_tokens", b"_cached_tokens", "_itl_met", b"_itl_met", "_itl_ms", b"_itl_ms", "_predicted_cached_tokens", b"_predicted_cached_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_stalled_ms", b"_stalled_ms", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "_waited_ms", b"_waited_ms", "cached_tokens", b"cached_tokens", "itl_met", b"itl_met", "itl_ms", b"itl_ms", "outcome", b"outcome", "output_tokens", b"output_tokens", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "stalled_ms", b"stalled_ms", "total_ms", b"total_ms", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms", "waited_ms", b"waited_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cached_tokens", b"_cached_tokens"]) -> typing.Literal["cached_tokens"] | None: ...
     @typing.overload
@@ -701,6 +725,12 @@ class Actual(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_itl_ms", b"_itl_ms"]) -> typing.Literal["itl_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_cached_tokens", b"_predicted_cached_tokens"]) -> typing.Literal["predicted_cached_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_itl_ms", b"_predicted_itl_ms"]) -> typing.Literal["predicted_itl_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]) -> typing.Literal["predicted_ttft_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_stalled_ms", b"_stalled_ms"]) -> typing.Literal["stalled_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ttft_met", b"_ttft_met"]) -> typing.Literal["ttft_met"] | None: ...
     @typing.overload
@@ -871,6 +901,51 @@ class ListPoolsRequest(google.protobuf.message.Message):
 Global___ListPoolsRequest: typing_extensions.TypeAlias = ListPoolsRequest
 
 @typing.final
+class Predictions(google.protobuf.message.Message):
+    """How right the newest predictions of one latency of a pool were: of at most 256 requests, which ended well
+    and without a retry.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASIS_FIELD_NUMBER: builtins.int
+    PAIRS_FIELD_NUMBER: builtins.int
+    BIAS_FIELD_NUMBER: builtins.int
+    MEDIAN_ERROR_FIELD_NUMBER: builtins.int
+    COVERAGE_FIELD_NUMBER: builtins.int
+    basis: builtins.str
+    """what predicts: learnt (the corrected profile), profile (uncorrected), or"""
+    pairs: builtins.int
+    """grid (it is off, and decides nothing in this pool)
+    of a prediction and what happened
+    """
+    bias: builtins.float
+    """geometric mean of predicted / actual, less 1; absent here and below: no pair"""
+    median_error: builtins.float
+    """of |predicted - actual| / actual"""
+    coverage: builtins.float
+    """share of requests that would have met the tightest target which the"""
+    def __init__(
+        self,
+        *,
+        basis: builtins.str = ...,
+        pairs: builtins.int = ...,
+        bias: builtins.float | None = ...,
+        median_error: builtins.float | None = ...,
+        coverage: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bias", b"_bias", "_coverage", b"_coverage", "_median_error", b"_median_error", "bias", b"bias", "coverage", b"coverage", "median_error", b"median_error"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bias", b"_bias", "_coverage", b"_coverage", "_median_error", b"_median_error", "basis", b"basis", "bias", b"bias", "coverage", b"coverage", "median_error", b"median_error", "pairs", b"pairs"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_bias", b"_bias"]) -> typing.Literal["bias"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_coverage", b"_coverage"]) -> typing.Literal["coverage"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_median_error", b"_median_error"]) -> typing.Literal["median_error"] | None: ...
+
+Global___Predictions: typing_extensions.TypeAlias = Predictions
+
+@typing.final
 class PoolStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -886,10 +961,10 @@ class PoolStatus(google.protobuf.message.Message):
     RETRIES_TOTAL_FIELD_NUMBER: builtins.int
     POOL_ORDER_FIELD_NUMBER: builtins.int
     SPILLS_TOTAL_FIELD_NUMBER: builtins.int
-    PREFILL_ERROR_FIELD_NUMBER: builtins.int
-    ITL_ERROR_FIELD_NUMBER: builtins.int
     WORKERS_DRAINING_FIELD_NUMBER: builtins.int
     WORKERS_UNPAIRED_FIELD_NUMBER: builtins.int
+    TTFT_FIELD_NUMBER: builtins.int
+    ITL_FIELD_NUMBER: builtins.int
     name: builtins.str
     stage: Global___Stage.ValueType
     index: builtins.int
@@ -906,10 +981,6 @@ class PoolStatus(google.protobuf.message.Message):
     """attempts that failed here and were retried elsewhere"""
     spills_total: builtins.int
     """legs that came here because a pool before it had nobody"""
-    prefill_error: builtins.float
-    """recent mean |predicted - actual| / actual of TTFT; absent: none yet"""
-    itl_error: builtins.float
-    """the same of ITL"""
     workers_draining: builtins.int
     """besides `workers`: not in the configuration any more, with work to end"""
     workers_unpaired: builtins.int
@@ -917,6 +988,14 @@ class PoolStatus(google.protobuf.message.Message):
     @property
     def pool_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """pools a request of this one may try, in order"""
+
+    @property
+    def ttft(self) -> Global___Predictions:
+        """from the choice to the first token; absent for decode"""
+
+    @property
+    def itl(self) -> Global___Predictions:
+        """absent for prefill"""
 
     def __init__(
         self,
@@ -933,17 +1012,13 @@ class PoolStatus(google.protobuf.message.Message):
         retries_total: builtins.int = ...,
         pool_order: collections.abc.Iterable[builtins.str] | None = ...,
         spills_total: builtins.int = ...,
-        prefill_error: builtins.float | None = ...,
-        itl_error: builtins.float | None = ...,
         workers_draining: builtins.int = ...,
         workers_unpaired: builtins.int = ...,
+        ttft: Global___Predictions | None = ...,
+        itl: Global___Predictions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "itl_error", b"itl_error", "prefill_error", b"prefill_error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "estimator", b"estimator", "index", b"index", "inflight", b"inflight", "itl_error", b"itl_error", "name", b"name", "pool_order", b"pool_order", "prefill_error", b"prefill_error", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "spills_total", b"spills_total", "stage", b"stage", "workers", b"workers", "workers_draining", b"workers_draining", "workers_ready", b"workers_ready", "workers_unpaired", b"workers_unpaired"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_itl_error", b"_itl_error"]) -> typing.Literal["itl_error"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_prefill_error", b"_prefill_error"]) -> typing.Literal["prefill_error"] | None: ...
+    def HasField(self, field_name: typing.Literal["itl", b"itl", "ttft", b"ttft"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["estimator", b"estimator", "index", b"index", "inflight", b"inflight", "itl", b"itl", "name", b"name", "pool_order", b"pool_order", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "spills_total", b"spills_total", "stage", b"stage", "ttft", b"ttft", "workers", b"workers", "workers_draining", b"workers_draining", "workers_ready", b"workers_ready", "workers_unpaired", b"workers_unpaired"]) -> None: ...
 
 Global___PoolStatus: typing_extensions.TypeAlias = PoolStatus
 

@@ -15,12 +15,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from slagate.pools.estimator.accuracy import BASES
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pairing import pair_statuses
 from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.kv_events.view import EventMode, EventView
+from slagate.router.receipts.feedback import accuracies
 from slagate.router.receipts.record import Latencies, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.scheduling.dispatcher import Dispatcher
@@ -321,10 +323,23 @@ def _of_pools(fleet: Fleet) -> Iterator[Metric]:
         "Legs that a pool got because those before it in the order had nobody",
         labels=labels,
     )
-    error = GaugeMetricFamily(
+    gauge = partial(GaugeMetricFamily, labels=[*labels, "latency"])
+    bias = gauge(
+        "slagate_prediction_bias_ratio",
+        "Geometric mean of predicted / actual of a pool's newest requests, less 1",
+    )
+    error = gauge(
         "slagate_prediction_error_ratio",
-        "Recent mean of |predicted - actual| / actual of a pool's latencies",
-        labels=[*labels, "latency"],
+        "Median of |predicted - actual| / actual of a pool's newest requests",
+    )
+    coverage = gauge(
+        "slagate_prediction_coverage_ratio",
+        "Share of a pool's newest requests that kept the tightest target which their prediction allows",
+    )
+    basis = GaugeMetricFamily(
+        "slagate_prediction_basis",
+        "Processes in which a pool's predictions are based on this",
+        labels=[*labels, "latency", "basis"],
     )
     workers = GaugeMetricFamily(
         "slagate_pool_workers",
@@ -347,8 +362,11 @@ def _of_pools(fleet: Fleet) -> Iterator[Metric]:
             if state is not State.LEFT:
                 workers.add_metric([*of_pool, state.value], states[state])
         spills.add_metric(of_pool, pool.table.totals[PoolCell.SPILLS])
-        errors = {"ttft": pool.estimator.prefill_error, "itl": pool.estimator.itl_error}
-        for latency, value in errors.items():
-            if value is not None:
-                error.add_metric([*of_pool, latency], value)
-    yield from (spills, error, workers, unpaired)
+        for latency, accuracy, share in accuracies(pool):
+            for each in BASES:
+                basis.add_metric([*of_pool, latency, each], each == accuracy.basis)
+            if (figures := accuracy.figures(share)) is not None:
+                bias.add_metric([*of_pool, latency], figures.bias)
+                error.add_metric([*of_pool, latency], figures.median_error)
+                coverage.add_metric([*of_pool, latency], figures.coverage)
+    yield from (spills, bias, error, coverage, basis, workers, unpaired)

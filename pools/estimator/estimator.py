@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
+from slagate.pools.estimator.accuracy import Accuracy, Basis
 from slagate.pools.estimator.fit import MAX_OFFSET_S, Fit
 from slagate.workers.profiles.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
 from slagate.workers.profiles.table import Floats, Ints
@@ -88,7 +89,10 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
 
     profile: TpProfile | None = None
     profile_source: str = "none"
-    coefficients: Coefficients = UNCORRECTED
+    coefficients: Coefficients = UNCORRECTED  # in force: without those that are not trusted
+    ttft_basis: Basis = "learnt"
+    itl_basis: Basis = "learnt"
+    learnt: Coefficients = UNCORRECTED  # whether in force or not; decides nothing
     _speed: TimingModel = NOMINAL  # always the profile's, whatever is given
 
     def __post_init__(self) -> None:
@@ -199,6 +203,8 @@ class Estimator:
         self._prefill = _fit(profile)
         self._itl = _fit(profile, max_offset_s=0.0)
         self.profile = profile
+        self.ttft = Accuracy(has_profile=profile is not None)
+        self.itl = Accuracy(has_profile=profile is not None)
         # The estimator as it stands; the same object until an observation changes the numbers.
         self.frozen = FrozenEstimator(profile, source)
 
@@ -224,21 +230,41 @@ class Estimator:
         if self._itl.observe(self._speed.itl_s(batch_size, context_tokens), seconds):
             self._freeze_again()
 
+    def pair_ttft(
+        self, before: FrozenEstimator, predicted_s: float, later_s: float, actual_s: float
+    ) -> None:
+        """Pair a prediction of `before` with what became of it: seconds from the choice to the first token.
+
+        `later_s` was predicted besides, from the leg's first response on.
+        """
+        used, learnt = before.coefficients, before.learnt
+        work_s = (predicted_s - used.prefill_offset_s) / used.prefill_scale
+        learnt_s = learnt.prefill_offset_s + learnt.prefill_scale * work_s
+        made, others = predicted_s + later_s, (learnt_s + later_s, work_s + later_s)
+        if self.ttft.add_pair(actual_s, made, *others):
+            self._freeze_again()
+
+    def pair_itl(self, before: FrozenEstimator, predicted_s: float, actual_s: float) -> None:
+        """Pair a prediction of `before` with what became of it: seconds from token to token."""
+        profile_s = predicted_s / before.coefficients.itl_scale
+        learnt_s = profile_s * before.learnt.itl_scale
+        if self.itl.add_pair(actual_s, predicted_s, learnt_s, profile_s):
+            self._freeze_again()
+
     def _freeze_again(self) -> None:
+        """Bring `frozen` in line with what was learnt, and with what predictions are based on."""
         learnt = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
-        before = self.frozen
-        if learnt != before.coefficients:
-            self.frozen = FrozenEstimator(before.profile, before.profile_source, learnt)
-
-    @property
-    def prefill_error(self) -> float | None:
-        """Recent mean |predicted - actual| / actual of TTFT, before learning from it; or None."""
-        return self._prefill.error
-
-    @property
-    def itl_error(self) -> float | None:
-        """Recent mean |predicted - actual| / actual of ITL, before learning from it; or None."""
-        return self._itl.error
+        before, ttft, itl = self.frozen, self.ttft.basis, self.itl.basis
+        if learnt == before.learnt and (ttft, itl) == (before.ttft_basis, before.itl_basis):
+            return
+        in_force = learnt
+        if ttft == "profile":
+            in_force = Coefficients(*UNCORRECTED.prefill, in_force.itl_scale)
+        if itl == "profile":
+            in_force = Coefficients(*in_force.prefill, UNCORRECTED.itl_scale)
+        self.frozen = FrozenEstimator(
+            before.profile, before.profile_source, in_force, ttft, itl, learnt
+        )
 
     @property
     def n_observed(self) -> int:

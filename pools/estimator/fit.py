@@ -27,9 +27,6 @@ USUAL_STEP, MIN_USUAL, MAX_USUAL = 1.15, 0.02, 3.0
 """The usual error is a running median: it rises by this factor at an error beyond it, and else falls. Its
 minimum lets predictions that were exact become wrong again; its maximum is a factor of 20."""
 
-ERROR_SPAN = 64
-"""About how many observations the reported mean error covers."""
-
 OFFSET_UNIT_S = 0.02
 """A change of the offset that is as far as doubling the scale."""
 
@@ -59,7 +56,6 @@ class Fit:
         "_now_offset_s",
         "_now_scale",
         "_usual",
-        "error",
         "n_observed",
         "offset_s",
         "scale",
@@ -68,7 +64,6 @@ class Fit:
     def __init__(self, *, min_observed: int, max_offset_s: float = MAX_OFFSET_S) -> None:
         self.scale, self.offset_s = 1.0, 0.0
         self.n_observed = 0
-        self.error: float | None = None  # recent mean of |predicted - seconds| / seconds
         self._min_observed, self._max_offset_s = min_observed, max_offset_s
         self._now_scale, self._now_offset_s = 1.0, 0.0
         self._usual = 1.0  # |log(seconds / predicted)|; the first may be far from the profile
@@ -84,11 +79,6 @@ class Fit:
             return False
         seconds = max(seconds, MIN_S)
         self.n_observed += 1
-        error = abs(self.offset_s + self.scale * work_s - seconds) / seconds
-        if self.error is None:
-            self.error = error
-        else:
-            self.error += (error - self.error) / min(self.n_observed, ERROR_SPAN)
         predicted_s = max(self._now_offset_s + self._now_scale * work_s, MIN_S)
         away = math.log(seconds / predicted_s)
         limit = CLIP * self._usual

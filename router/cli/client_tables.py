@@ -86,9 +86,12 @@ def _candidate_cells(
 
 
 def print_pools(pools: gw.ListPoolsResponse, workers: gw.ListWorkersResponse) -> None:
-    """Print a table of pools, one of workers, the configuration's version and modes, and its warnings."""
+    """Print tables of pools, predictions and workers, the configuration's version, modes and warnings."""
     console = stdout_console()
     print_table(console, _pools_table(pools))
+    predictions = _predictions_table(pools)
+    if predictions.row_count:
+        print_table(console, predictions, n_keys=2)
     print_table(console, _workers_table(workers))
     age_s = round(pools.config_age_s)
     console.print(f"configuration {pools.config_version}, in force for {age_s:,} s", soft_wrap=True)
@@ -111,7 +114,7 @@ def _pools_table(pools: gw.ListPoolsResponse) -> Table:
     table = Table(title=title, title_justify="left")
     for name in ("pool", "stage", "then tries", "estimator"):
         table.add_column(name, no_wrap=name in ("pool", "stage"))
-    for name in ("TTFT off by", "ITL off by", "ready", "in flight", "queued tokens", "requests"):
+    for name in ("ready", "in flight", "queued tokens", "requests"):
         table.add_column(name, justify="right")
     table.add_column("retries", justify="right")
     for pool in pools.pools:
@@ -120,8 +123,6 @@ def _pools_table(pools: gw.ListPoolsResponse) -> Table:
             _stage(pool.stage),
             ", ".join(pool.pool_order[1:]) or "-",
             pool.estimator,
-            f"{pool.prefill_error:.0%}" if pool.HasField("prefill_error") else "-",
-            f"{pool.itl_error:.0%}" if pool.HasField("itl_error") else "-",
             f"{pool.workers_ready}/{pool.workers}"
             + (f" (+{pool.workers_draining} draining)" if pool.workers_draining else "")
             + (f", {pool.workers_unpaired} without a partner" if pool.workers_unpaired else ""),
@@ -130,6 +131,20 @@ def _pools_table(pools: gw.ListPoolsResponse) -> Table:
             f"{pool.requests_total:,}",
             f"{pool.retries_total:,}",
         )
+    return table
+
+
+def _predictions_table(pools: gw.ListPoolsResponse) -> Table:
+    table = Table(title="Predictions", title_justify="left")
+    for name in ("pool", "latency", "by"):
+        table.add_column(name, no_wrap=True)
+    for name in ("requests", "off by", "bias", "covered"):
+        table.add_column(name, justify="right")
+    for pool in pools.pools:
+        for latency, of in (("TTFT", pool.ttft), ("ITL", pool.itl)):
+            if of.pairs:
+                shares = f"{of.median_error:.0%}", f"{of.bias:+.0%}", f"{of.coverage:.0%}"
+                table.add_row(pool.name, latency, of.basis, str(of.pairs), *shares)
     return table
 
 

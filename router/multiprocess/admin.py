@@ -5,14 +5,16 @@ predictions) the worst is shown. A process that has just ended, or does not answ
 `watch_all` makes one stream of the receipts of all.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
 import grpc
 import grpc.aio
 
+from slagate.pools.estimator.accuracy import BASES
 from slagate.pools.fleet_file.models import AdmissionMode
 from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.shared_counts import PoolCell, SharedCounts
@@ -28,6 +30,13 @@ POLL_S = 0.5
 """How often a follower looks for the process that takes the place of one that has ended."""
 
 _NOBODY = (grpc.StatusCode.UNAVAILABLE, "no process of the gateway answers")
+
+_WORST: Mapping[str, Callable[[list[float]], float]] = {
+    "bias": partial(max, key=abs),
+    "median_error": max,
+    "coverage": min,
+}
+"""Which of the figures of `Predictions` of several processes is shown."""
 
 _T = TypeVar("_T")
 Write = Callable[[gw.WatchReceiptsResponse], Awaitable[None]]
@@ -278,7 +287,17 @@ def _add_pool(into: gw.PoolStatus, pool: gw.PoolStatus) -> None:
     into.workers_ready = min(into.workers_ready, pool.workers_ready)
     into.workers_draining = max(into.workers_draining, pool.workers_draining)
     into.workers_unpaired = max(into.workers_unpaired, pool.workers_unpaired)
-    _worst(into, pool, ("prefill_error", "itl_error"))
+    for of, other in ((into.ttft, pool.ttft), (into.itl, pool.itl)):
+        if other.basis:
+            _add_predictions(of, other)
+
+
+def _add_predictions(into: Any, other: Any) -> None:
+    into.basis = [basis for basis in BASES if basis in (into.basis, other.basis)][-1]
+    into.pairs += other.pairs
+    for name, worst in _WORST.items():
+        if found := [getattr(each, name) for each in (into, other) if each.HasField(name)]:
+            setattr(into, name, worst(found))
 
 
 def _add_worker(into: gw.WorkerStatus, worker: gw.WorkerStatus) -> None:

@@ -31,6 +31,7 @@ _SUMMED = frozenset(
         "slagate_worker_prefix_predicted_tokens",
         "slagate_worker_prefix_cached_tokens",
         "slagate_worker_prefix_error_tokens",
+        "slagate_prediction_basis",
         "slagate_waiting_requests",
         "slagate_client_connections",
     }
@@ -39,9 +40,11 @@ _LEAST = frozenset(
     {
         "slagate_worker_ready",
         "slagate_worker_events_live",
+        "slagate_prediction_coverage_ratio",
         "slagate_tls_certificate_expiry_seconds",
     }
 )
+_FARTHEST_FROM_0 = frozenset({"slagate_prediction_bias_ratio"})
 _OF_THE_FIRST = frozenset({"slagate_pool_workers"})
 """Gauges that belong together, and are the same in all processes but for a moment."""
 
@@ -111,7 +114,7 @@ class MergedMetrics(Collector):
 
 
 def merged(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """Merge gauges of several processes: of a gauge's values the sum, the least or the largest counts."""
+    """Merge gauges of several processes: the sum of a gauge's values, or the least or largest one."""
     found: dict[str, Metric] = {}
     values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for families in processes:
@@ -128,6 +131,8 @@ def merged(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
                     into[labels] += sample.value
                 elif family.name in _LEAST:
                     into[labels] = min(into[labels], sample.value)
+                elif family.name in _FARTHEST_FROM_0:
+                    into[labels] = max(into[labels], sample.value, key=abs)
                 elif family.name not in _OF_THE_FIRST:
                     into[labels] = max(into[labels], sample.value)
     for name, family in found.items():

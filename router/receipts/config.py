@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from slagate.pools.estimator.accuracy import BASES, Basis
 from slagate.pools.estimator.estimator import Coefficients, FrozenEstimator
 from slagate.pools.fleet.fleet import Prepared, prepare
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
@@ -43,12 +44,20 @@ class RecordedConfig(NamedTuple):
     estimators: Mapping[str, FrozenEstimator]  # by pool, uncorrected
     policy: str
 
-    def estimator(self, pool: str, coefficients: gw.Coefficients) -> FrozenEstimator:
-        """A pool's estimator as it was corrected then. Raises `ValueError` naming a coefficient."""
-        corrected = Coefficients(
-            coefficients.prefill_scale, coefficients.prefill_offset_s, coefficients.itl_scale
-        )
-        return replace(self.estimators[pool], coefficients=corrected)
+    def estimator(self, look: gw.PoolLook) -> FrozenEstimator:
+        """A pool's estimator as it was then. Raises `ValueError` naming the field that is wrong."""
+        told = look.coefficients
+        corrected = Coefficients(told.prefill_scale, told.prefill_offset_s, told.itl_scale)
+        bases: dict[str, Basis] = {}
+        for name in ("ttft_basis", "itl_basis"):
+            found = [basis for basis in BASES if basis == getattr(look, name)]
+            if not found:
+                raise ValueError(f"{name}: must be one of {', '.join(BASES)}")
+            (bases[name],) = found
+        try:
+            return replace(self.estimators[look.name], coefficients=corrected, **bases)
+        except ValueError as error:
+            raise ValueError(f"coefficients: {error}") from error
 
 
 def read_config(message: gw.GatewayConfig) -> RecordedConfig:

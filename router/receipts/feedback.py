@@ -3,17 +3,36 @@
 All of it comes after the request, from its record, so that the way of a request shows none of it.
 """
 
+import logging
+from collections.abc import Iterator
+
+from slagate.pools.estimator.accuracy import BASES, Accuracy
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.grid import Stage
-from slagate.router.receipts.record import Prefilled, Record
+from slagate.router.receipts.record import Pairs, Prefilled, Record
 from slagate.router.scheduling.policy import StageChoice
+from slagate.router.scheduling.targets import ITL_SHARE, TTFT_SHARE
+
+log = logging.getLogger(__name__)
+
+
+def accuracies(pool: Pool) -> Iterator[tuple[str, Accuracy, float]]:
+    """Each latency of a pool, how right it is predicted, and the part of a target that may be filled."""
+    if pool.stage is not Stage.DECODE:
+        yield "ttft", pool.estimator.ttft, TTFT_SHARE
+    if pool.stage is not Stage.PREFILL:
+        yield "itl", pool.estimator.itl, ITL_SHARE
 
 
 def update_estimators(record: Record, itl_s: float | None, fleet: Fleet) -> None:
-    """Correct the estimators of a request's pools by its legs and ITL, and count its cache hits."""
+    """Correct the estimators of a request's pools by its legs and ITL, and count its cache hits.
+
+    Before that, what was predicted of it is paired with what became of it.
+    """
+    _pair(record.pairs(itl_s), fleet)
     for prefilled in record.prefilled:
         _learn_prefill(prefilled, fleet)
     if not record.decoded or record.decision is None:
@@ -30,18 +49,44 @@ def update_estimators(record: Record, itl_s: float | None, fleet: Fleet) -> None
     rows = scored.pool.rows
     if record.decode_started_s is not None and first_s is not None:
         # What was predicted before it was corrected: the transfer and a step.
-        learnt = scored.pool.estimator.coefficients
-        work_s = (scored.ttft_s.item(row) - learnt.prefill_offset_s) / learnt.prefill_scale
+        used = scored.pool.estimator.coefficients
+        work_s = (scored.ttft_s.item(row) - used.prefill_offset_s) / used.prefill_scale
         estimator.observe_first_response(work_s, first_s - record.decode_started_s)
     if itl_s is None:
         return
     itl_s = max(0.0, itl_s - record.stalled_s / (record.stats.n_tokens - 1))
     batch, tokens = scored.decoding(row)
-    predicted_s = scored.itl_s.item(row)
+    before = scored.pool.estimator
+    predicted_s = scored.itl_s.item(row) / before.coefficients.itl_scale * before.learnt.itl_scale
     # An aggregated worker's pace is learnt from its prompts.
     if choice.stage is Stage.DECODE and predicted_s > 0.0:
         pool.table.observe_pace(row, rows.names[row], itl_s / predicted_s)
     estimator.observe_itl(batch, tokens, seconds=itl_s / rows.pace.item(row))
+
+
+def _pair(pairs: Pairs, fleet: Fleet) -> None:
+    """Keep what was predicted of a request beside what became of it."""
+    for name, pair in zip(Pairs._fields, pairs, strict=True):
+        if pair is None:
+            continue
+        choice = pair.choice
+        pool, predicted_by = fleet.pool(choice.pool, choice.stage), choice.won.pool.estimator
+        estimator = _estimator(choice, pool)
+        if pool is None or estimator is None:
+            continue
+        accuracy = estimator.ttft if name == "ttft" else estimator.itl
+        before = accuracy.basis
+        if name == "ttft":
+            estimator.pair_ttft(predicted_by, pair.predicted_s, pair.later_s, pair.actual_s)
+        else:
+            estimator.pair_itl(predicted_by, pair.predicted_s, pair.actual_s)
+        if accuracy.basis != before:
+            about = {"stage": choice.stage.value, "pool": pool.name, "latency": name}
+            about |= {"from": before, "to": accuracy.basis}
+            if BASES.index(accuracy.basis) > BASES.index(before):
+                log.warning("predictions.fell_back", extra=about)
+            else:
+                log.info("predictions.recovered", extra=about)
 
 
 def _learn_prefill(prefilled: Prefilled, fleet: Fleet) -> None:
@@ -57,7 +102,7 @@ def _learn_prefill(prefilled: Prefilled, fleet: Fleet) -> None:
     before, rows = scored.pool.estimator, scored.pool.rows
     own_s = before.work_s(choice.ask.isl_tokens - cached_tokens, cached_tokens)
     own_s = rows.pace.item(row) * (own_s + prefilled.joined_s)
-    queued_s, learnt = scored.waiting_s(row), before.coefficients
+    queued_s, learnt = scored.waiting_s(row), before.learnt
     estimator.observe_first_response(own_s, prefilled.seconds, queued_s=queued_s)
     predicted_s = learnt.prefill_offset_s + learnt.prefill_scale * (own_s + queued_s)
     if predicted_s > 0.0 and own_s > 0.0:

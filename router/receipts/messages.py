@@ -176,5 +176,11 @@ def _every_candidate(choice: StageChoice) -> Iterator[ScoredRow]:
 
 
 def _pool_look(pool: PoolSnapshot) -> gw.PoolLook:
-    coefficients = gw.Coefficients(**asdict(pool.estimator.coefficients))
-    return gw.PoolLook(name=pool.name, leases=pool.n_leases, coefficients=coefficients)
+    estimator = pool.estimator
+    return gw.PoolLook(
+        name=pool.name,
+        leases=pool.n_leases,
+        coefficients=gw.Coefficients(**asdict(estimator.coefficients)),
+        ttft_basis=estimator.ttft_basis,
+        itl_basis=estimator.itl_basis,
+    )

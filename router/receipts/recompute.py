@@ -208,9 +208,9 @@ def _pools(
         if look.leases > UNLIMITED:
             raise UnusableReceipt(f"{where}.leases: is too large")
         try:
-            estimator = rules.estimator(look.name, look.coefficients)
+            estimator = rules.estimator(look)
         except ValueError as error:
-            raise UnusableReceipt(f"{where}.coefficients: {error}") from error
+            raise UnusableReceipt(f"{where}.{error}") from error
         by_row = views[look.name]
         if sorted(by_row) != list(range(len(by_row))):
             raise UnusableReceipt(f"{where}: rows of pool {look.name!r} are missing")
@@ -276,10 +276,15 @@ def _difference(recorded: gw.StageChoice, again: gw.StageChoice) -> tuple[str, s
     """The first difference, as recorded and as it comes out; what matters most is compared first."""
     if _winner(recorded) != _winner(again):
         return _winner(recorded), _winner(again)
-    for name in ("cell", "base_pool", "pool_order", "pool", "overridden", "starved", "is_met"):
+    for name in ("cell", "base_pool", "pool_order", "pool", "overridden", "starved"):
         told, found = getattr(recorded, name), getattr(again, name)
         if told != found:
             return f"{name} {told}", f"{name} {found}"
+    met, met_again = (
+        each.is_met if each.HasField("is_met") else None for each in (recorded, again)
+    )
+    if met != met_again:
+        return f"is_met {met}", f"is_met {met_again}"
     if _targets(recorded) != _targets(again):
         return f"targets {_targets(recorded)}", f"targets {_targets(again)}"
     looks, looks_again = ([look.name for look in each.pools] for each in (recorded, again))

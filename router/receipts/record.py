@@ -87,6 +87,25 @@ class Prefilled(msgspec.Struct, frozen=True, gc=False, eq=False):
     joined_s: float = 0.0  # work of later prompts in the step in which it ended
 
 
+class Pair(NamedTuple):
+    """A prediction that a choice was made by, and what became of it; both in seconds."""
+
+    choice: StageChoice
+    predicted_s: float  # of TTFT until the leg's first response
+    later_s: float  # predicted from that on; 0 for ITL
+    actual_s: float
+
+
+class Pairs(NamedTuple):
+    """TTFT from the choice on, and ITL less the waits for other prompts; None: it was not predicted."""
+
+    ttft: Pair | None
+    itl: Pair | None
+
+
+NO_PAIRS = Pairs(None, None)
+
+
 class Latencies(NamedTuple):
     """Latencies of a request in seconds, and whether they met its targets."""
 
@@ -141,6 +160,36 @@ class Record(msgspec.Struct, gc=False, eq=False):
                 if sla.itl_ms is not None:
                     itl_met = itl_s * 1000 <= sla.itl_ms
         return Latencies(ttft_s, itl_s, ttft_met, itl_met)
+
+    def pairs(self, itl_s: float | None) -> Pairs:
+        """What was predicted of the request, beside what it was; `itl_s` is that of `latencies`.
+
+        There is none of a request that did not end well, or of which a leg was tried again: things went
+        another way than was predicted.
+        """
+        decision, attempts, first_s = self.decision, self.attempts, self.stats.first_token_s
+        n_legs = len(decision.stages) if decision is not None and self.decoded else 1
+        if decision is None or first_s is None or len(attempts) != n_legs:
+            return NO_PAIRS
+        for attempt in attempts:
+            if attempt.status != "OK":
+                return NO_PAIRS
+        choice, ttft, itl = decision.stages[0], None, None
+        scored, row = choice.won, choice.row
+        assert row is not None, "it was served"
+        if scored.pool.estimator.predicts_prefill:
+            # Where the first token was all, nothing came behind the first leg.
+            later_s = scored.later_s if self.decoded else 0.0
+            actual_s = first_s - self.started_s - choice.ask.elapsed_s
+            ttft = Pair(choice, scored.ttft_s.item(row), later_s, actual_s)
+        choice = decision.stages[-1]
+        scored, row = choice.won, choice.row
+        if itl_s is not None and self.decoded and scored.pool.estimator.predicts_itl:
+            assert row is not None, "it was served"
+            assert scored.itl_s is not None, "it decodes"
+            stalled_s = self.stalled_s / (self.stats.n_tokens - 1)
+            itl = Pair(choice, scored.itl_s.item(row), 0.0, max(0.0, itl_s - stalled_s))
+        return Pairs(ttft, itl)
 
     @property
     def predicted_cached_tokens(self) -> int | None:
@@ -203,6 +252,11 @@ class Record(msgspec.Struct, gc=False, eq=False):
     def _receipt(self, outcome: Outcome, now_s: float, stamp: ReceiptNumber) -> gw.Receipt:
         """The receipt with what is known of a request that got no decision."""
         ttft_s, itl_s, ttft_met, itl_met = self.latencies()
+        ttft, itl = self.pairs(itl_s)
+        stalled_s = self.stalled_s / max(1, self.stats.n_tokens - 1)
+        predicted_s = None
+        if ttft is not None:
+            predicted_s = ttft.choice.ask.elapsed_s + ttft.predicted_s + ttft.later_s
         return gw.Receipt(
             decision=gw.Decision(
                 request_id=self.request_id[:MAX_MESSAGE], sla=sla_message(self.sla)
@@ -215,6 +269,9 @@ class Record(msgspec.Struct, gc=False, eq=False):
                 output_tokens=self.stats.n_tokens,
                 cached_tokens=self.cached_tokens,
                 predicted_cached_tokens=self.predicted_cached_tokens,
+                predicted_ttft_ms=in_ms(predicted_s),
+                predicted_itl_ms=None if itl is None else in_ms(itl.predicted_s),
+                stalled_ms=in_ms(stalled_s or None),
                 ttft_met=ttft_met,
                 itl_met=itl_met,
                 total_ms=(now_s - self.started_s) * 1000,

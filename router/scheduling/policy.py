@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.fleet_file.models import ANY_CLASS
-from slagate.pools.grid.grid import AnyAxis, Cell, Stage, StageGrid
+from slagate.pools.grid.grid import AnyAxis, Cell, Placement, Stage, StageGrid
 from slagate.pools.inflight.pair_key import PairKey, all_fit
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
@@ -349,7 +349,7 @@ def _chosen(
     )
     if has_target and ask.by_targets:
         score = partial(score_pool, stage, ask, pairing=pairing, later_s=later_s)
-        name, row, is_met = _by_targets(place.spill, pools, score, scored, draw)
+        name, row, is_met = _by_targets(place, pools, score, scored, draw)
         if is_met is False and row is not None and says_elsewhere:
             would_meet = _would_meet(grid, pools, score, scored)
     if row is None:
@@ -395,30 +395,35 @@ def _would_meet(
 
 
 def _by_targets(
-    names: tuple[str, ...],
+    place: Placement,
     pools: Mapping[str, PoolSnapshot],
     score: Callable[[PoolSnapshot], ScoredPool],
     scored: dict[str, ScoredPool],
     draw: float,
 ) -> tuple[str, int | None, bool | None]:
-    """The first of these pools in which the request is predicted to meet its targets, and its row.
+    """The first pool of its spill in which the request is predicted to meet its targets, and its row.
 
-    Else the pool and row where it is the least late. The last value says which of both it is. What is
-    looked at is added to `scored`.
+    Else the pool and row where it is the least late. The last value says which of both it is; None: nothing
+    is predicted in the first pool of the order, or in one of the others while it misses in the rest. What
+    is looked at is added to `scored`.
     """
-    least_late, late_name, late_row = math.inf, names[0], None
-    for name in names:
+    least_late, late_name, late_row = math.inf, place.order[0], None
+    is_judged = True
+    for name in place.spill:
         scored[name] = score(pools[name])
         of_pool = judged(scored[name])
         if of_pool is None:
-            return name, None, None
+            if name == place.order[0]:
+                return name, None, None
+            is_judged = False
+            continue
         row = of_pool.fullest(draw)
         if row is not None:
             return name, row, True
         row, late = of_pool.least_late(draw)
         if late < least_late:
             least_late, late_name, late_row = late, name, row
-    return late_name, late_row, False
+    return (late_name, late_row, False) if is_judged else (late_name, None, None)
 
 
 def _target(axis: AnyAxis, sla: Sla) -> LatencyTarget:

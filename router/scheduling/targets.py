@@ -71,11 +71,16 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def judged(scored: ScoredPool) -> Judged | None:
-    """The rows of a pool judged for its request; None: it has no target there, or nothing is predicted."""
+    """The rows of a pool judged for its request; None: it has no target there, or nothing is predicted.
+
+    By a latency whose predictions in this pool are off (its basis is the grid) nothing is judged.
+    """
     sla, estimator, late = scored.ask.sla, scored.pool.estimator, None
-    if scored.stage is not Stage.DECODE and sla.ttft_ms is not None and estimator.predicts_prefill:
+    is_right = estimator.ttft_basis != "grid" and scored.stage is not Stage.DECODE
+    if is_right and sla.ttft_ms is not None and estimator.predicts_prefill:
         late = (scored.ttft_s + scored.later_s) / max(_LEAST_S, _left_s(scored))
-    if scored.itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
+    is_right = estimator.itl_basis != "grid"
+    if is_right and scored.itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
         itl_late = scored.itl_s / max(_LEAST_S, ITL_SHARE * sla.itl_ms / 1000)
         late = itl_late if late is None else np.maximum(late, itl_late)
     if late is None:
@@ -98,11 +103,13 @@ def judged(scored: ScoredPool) -> Judged | None:
 
 def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
     """The work of a request on a row where it is predicted to meet its targets, with what that promises."""
-    sla = scored.ask.sla
+    sla, estimator = scored.ask.sla, scored.pool.estimator
     due_s = itl_limit_s = stall_s = math.inf
-    if scored.work_s is not None and sla.ttft_ms is not None:
+    has_ttft = scored.work_s is not None and estimator.ttft_basis != "grid"
+    if has_ttft and sla.ttft_ms is not None:
         due_s = now_s + _left_s(scored) - scored.later_s
-    if scored.itl_s is not None and sla.itl_ms is not None:
+    has_itl = estimator.itl_basis != "grid"
+    if has_itl and scored.itl_s is not None and sla.itl_ms is not None:
         itl_limit_s = ITL_SHARE * sla.itl_ms / 1000
         if scored.stage is Stage.AGG:
             gaps = max(1.0, scored.ask.answer_tokens - 1.0)

@@ -131,3 +131,10 @@ def _explain_winner(ask: RoutingRequest, choice: StageChoice, best: ScoredRow) -
     for label, seconds in (("TTFT", best.predicted_ttft_s), ("ITL", best.predicted_itl_s)):
         if seconds is not None:
             yield f"Predicted {label} {seconds * 1000:.1f} ms."
+    for scored in choice.scored:
+        pool, bases = scored.pool.name, scored.pool.estimator
+        for label, basis in (("TTFT", bases.ttft_basis), ("ITL", bases.itl_basis)):
+            if basis == "profile":
+                yield f"What was learnt of {label} in pool {pool} is off: the profile alone predicts it."
+            elif basis == "grid":
+                yield f"Predictions of {label} in pool {pool} are off: no target decides there by them."

@@ -25,6 +25,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto.rpc.address import Address
 from slagate.proto.rpc.status import abort
+from slagate.router.receipts.feedback import accuracies
 from slagate.router.receipts.messages import WIRE_STAGE, decision_steps
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.reload.reload import FleetSource, NothingBefore, Reloader
@@ -267,9 +268,20 @@ def _pool_status(pool: Pool, grid: StageGrid, n_unpaired: int) -> gw.PoolStatus:
         retries_total=pool.table.totals[PoolCell.RETRIES],
         spills_total=pool.table.totals[PoolCell.SPILLS],
         pool_order=[grid.pool_names[index] for index in grid.retry_order(pool.index)],
-        prefill_error=pool.estimator.prefill_error,
-        itl_error=pool.estimator.itl_error,
+        ttft=_predictions(pool, "ttft"),
+        itl=_predictions(pool, "itl"),
     )
+
+
+def _predictions(pool: Pool, latency: str) -> gw.Predictions | None:
+    """How right the pool's predictions of a latency were; None: it is not the pool's."""
+    for name, accuracy, share in accuracies(pool):
+        if name == latency:
+            told = gw.Predictions(basis=accuracy.basis)
+            if (figures := accuracy.figures(share)) is not None:
+                told.pairs, told.bias, told.median_error, told.coverage = figures
+            return told
+    return None
 
 
 def _worker_status(member: Member, now_s: float, pairing: PairStatus | None) -> gw.WorkerStatus:

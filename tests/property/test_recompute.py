@@ -72,6 +72,20 @@ def test_what_was_decided_by_targets_comes_out_the_same(mode: str, spill: str) -
 
 
 @pytest.mark.parametrize("mode", ["disagg", "agg"])
+def test_what_was_decided_where_predictions_are_off_comes_out_the_same(mode: str) -> None:
+    fleet = RandomFleet(mode, spill="any", falls_back=True)
+    receipts = [fleet.receipt(random.Random(seed), seed) for seed in range(N_RECEIPTS)]
+    recheck = Recomputer()
+    assert list(recheck.read(as_lines(fleet.config, *receipts))) == []
+    choices = [choice for receipt in receipts for choice in every_choice(receipt)]
+    looks = [look for choice in choices for look in choice.pools]
+    seen = Counter(basis for look in looks for basis in (look.ttft_basis, look.itl_basis))
+    assert min(seen[basis] for basis in ("learnt", "profile", "grid")) >= N_RECEIPTS / 2
+    met = Counter(choice.is_met if choice.HasField("is_met") else None for choice in choices)
+    assert min(met[verdict] for verdict in (True, False, None)) >= N_RECEIPTS / 20, met
+
+
+@pytest.mark.parametrize("mode", ["disagg", "agg"])
 def test_every_choice_comes_out_the_same_from_its_json(mode: str) -> None:
     fleet = RandomFleet(mode)
     receipts = [fleet.receipt(random.Random(seed), seed) for seed in range(N_RECEIPTS)]
@@ -203,6 +217,13 @@ def another_coefficient(choice: gw.StageChoice, _rng: random.Random) -> bool:
     return True
 
 
+def no_predictions(choice: gw.StageChoice, _rng: random.Random) -> bool:
+    """As if they had been off in all pools."""
+    for look in choice.pools:
+        look.ttft_basis = look.itl_basis = "grid"
+    return choice.HasField("is_met")
+
+
 def forgiven_worker(choice: gw.StageChoice, _rng: random.Random) -> bool:
     ready = [c for c in choice.candidates if c.excluded == "failed this request"]
     del choice.excluded_workers[:]
@@ -230,6 +251,7 @@ CHANGES = [
     unlooked_pool,
     pool_twice,
     another_coefficient,
+    no_predictions,
     forgiven_worker,
 ]
 

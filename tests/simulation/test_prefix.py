@@ -7,9 +7,9 @@ import anyio
 import pytest
 
 from slagate.pools.fleet.member import Member
-from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.proto.rpc.sinks import BufferedSink
+from slagate.router.receipts.feedback import accuracies
 from slagate.router.replay.invariants import check_idle, check_index
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime import virtual_loop
@@ -141,11 +141,10 @@ def test_predicted_tokens_are_what_the_engines_report_and_more_than_load_alone_g
     assert sum(truth.abs_error_tokens for truth in truths) == error
     assert sum(truth.engine_cached_tokens for truth in truths) == found
     for pool in fleet.app.fleet.pools.values():
-        off = (
-            pool.estimator.itl_error if pool.stage is Stage.DECODE else pool.estimator.prefill_error
-        )
-        assert off is not None
-        assert off < 0.5, (pool.name, off)
+        for latency, accuracy, share in accuracies(pool):
+            off = accuracy.figures(share)
+            assert off is not None
+            assert off.median_error < 0.5, (pool.name, latency, off)
     by_load, _ = virtual_loop.run(main, "least_loaded")
     assert found > 1.5 * cached(by_load)[1]
     assert {one.receipt.actual.predicted_cached_tokens for one in by_load} == {0}

@@ -157,12 +157,12 @@ ARROWS: dict[str, set[str]] = {
         "router/request",
     },
     "router/metrics.py": {
-        "workers/tls", "pools/fleet", "pools/inflight", "pools/kv_events", "router/receipts",
-        "router/request", "router/scheduling",
+        "workers/tls", "pools/estimator", "pools/fleet", "pools/inflight", "pools/kv_events",
+        "router/receipts", "router/request", "router/scheduling",
     },
     "router/multiprocess": {
         "proto/rpc", "workers/runtime", "workers/server.py", "workers/tls",
-        "pools/fleet_file", "pools/grid", "pools/inflight", "router/metrics.py",
+        "pools/estimator", "pools/fleet_file", "pools/grid", "pools/inflight", "router/metrics.py",
         "router/children.py", "router/receipts", "router/reload", "router/request",
         "router/scheduling", "router/services",
     },
@@ -665,8 +665,8 @@ def test_tests_import_nothing_by_the_name_that_it_has_in_a_checkout_only() -> No
 def test_the_product_has_at_most_so_many_lines_and_modules() -> None:
     """An issue may raise the numbers, and says so: until then a new line needs one that goes."""
     lines = [path.read_text().count("\n") for path in MODULES.values()]
-    assert sum(lines) <= 55_600
-    assert sum(path.name != "__init__.py" for path in MODULES.values()) <= 294
+    assert sum(lines) <= 55_850
+    assert sum(path.name != "__init__.py" for path in MODULES.values()) <= 295
 
 
 def test_mypy_leaves_out_the_generated_modules_and_nothing_else() -> None:

@@ -60,6 +60,9 @@ class NoisyChoice:
             estimator.profile,
             estimator.profile_source,
             estimator.coefficients,
+            estimator.ttft_basis,
+            estimator.itl_basis,
+            estimator.learnt,
             prefill_factor=float(factors(1)[0]),
             itl_factors=factors(len(rows)),
         )

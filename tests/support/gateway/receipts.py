@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from slagate.pools.estimator.accuracy import BASES
 from slagate.pools.estimator.estimator import Coefficients
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import PoolSnapshot
@@ -47,9 +48,15 @@ def receipt_of(answer: Answer) -> gw.Receipt:
 
 
 class RandomFleet:
-    """A fleet of several pools a stage, with and without profiles, that is in another state each time."""
+    """A fleet of several pools a stage, with and without profiles, that is in another state each time.
 
-    def __init__(self, mode: str = "disagg", *, spill: str = "listed") -> None:
+    With `falls_back` predictions of some pools are off.
+    """
+
+    def __init__(
+        self, mode: str = "disagg", *, spill: str = "listed", falls_back: bool = False
+    ) -> None:
+        self._falls_back = falls_back
         content: dict[str, Any] = disagg_file() if mode == "disagg" else agg_file()
         content["enable_priority_retry"] = True
         content["scheduling"] = {"spill": spill}
@@ -111,6 +118,9 @@ class RandomFleet:
         if rng.random() < 0.7:
             learnt = Coefficients(rng.uniform(0.5, 2), rng.uniform(0, 0.1), rng.uniform(0.5, 2))
             estimator = replace(estimator, coefficients=learnt)
+        if self._falls_back:
+            ttft, itl = rng.choice(BASES), rng.choice(BASES)
+            estimator = replace(estimator, ttft_basis=ttft, itl_basis=itl)
         return replace(of, estimator=estimator)
 
 

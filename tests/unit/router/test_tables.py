@@ -77,7 +77,8 @@ def test_pools_and_workers(
     monkeypatch.setenv("COLUMNS", str(width))
     pool = gw.PoolStatus(
         name="prefill-tp4", stage=gw.STAGE_PREFILL, pool_order=["prefill-tp4", "prefill-tp1"],
-        estimator="profile llama-3.1-8b-h100, tp 4", prefill_error=0.126, itl_error=0.5,
+        estimator="profile llama-3.1-8b-h100, tp 4",
+        ttft=gw.Predictions(basis="learnt", pairs=256, bias=0.031, median_error=0.126, coverage=0.95),
         workers=30, workers_ready=20, workers_draining=5, inflight=1234, queued_tokens=1_234_567,
         requests_total=12_345_678, retries_total=12_345,
     )  # fmt: skip
@@ -94,7 +95,7 @@ def test_pools_and_workers(
     shown = capsys.readouterr().out
     check(shown, width)
     assert {*WORKERS, "12,345/20,000", "(1,000,000)", "1,200,000", "12,345,678"} <= words(shown)
-    assert {"prefill-tp1", "1.3.0rc22", "13%", "50%", "20/30"} <= words(shown)
+    assert {"prefill-tp1", "1.3.0rc22", "13%", "+3%", "95%", "20/30"} <= words(shown)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -170,30 +170,6 @@ def test_without_a_profile_what_is_learnt_is_near_the_truth(seed: int) -> None:
     assert frozen.itl_s(30, 4000) == pytest.approx(2 * PROFILE.itl_s(30, 4000), rel=0.25)
 
 
-def test_errors_are_of_the_predictions_as_they_were_made() -> None:
-    estimator = learner()
-    assert (estimator.prefill_error, estimator.itl_error, estimator.n_observed) == (None, None, 0)
-    predicted_s = PROFILE.prefill_s(1000, 0)
-    estimator.observe_first_response(estimator.frozen.work_s(1000, 0), 2 * predicted_s)
-    assert estimator.prefill_error == pytest.approx(0.5)
-    estimator.observe_first_response(
-        estimator.frozen.work_s(1000, 0), 2 * predicted_s, queued_s=predicted_s
-    )
-    assert estimator.prefill_error == pytest.approx(0.25)
-    estimator.observe_itl(4, 1000, 0.5 * PROFILE.itl_s(4, 1000))
-    assert estimator.itl_error == pytest.approx(1.0)
-    assert estimator.n_observed == 3
-
-
-def test_the_reported_error_falls_once_the_truth_is_learnt() -> None:
-    estimator = learner()
-    teach(estimator, lambda work_s: 4 * work_s, n=MIN_OBSERVED, seed=1, noise=0.0)
-    assert estimator.prefill_error == pytest.approx(0.75)
-    teach(estimator, lambda work_s: 4 * work_s, n=400, seed=1, noise=0.0)
-    assert estimator.prefill_error is not None
-    assert estimator.prefill_error < 0.01
-
-
 @pytest.mark.parametrize("bad", [-0.001, math.nan, math.inf, -math.inf, 1e6])
 def test_what_is_no_time_is_not_learnt_from(bad: float) -> None:
     estimator = learner()

@@ -143,7 +143,10 @@ def test_workers_show_their_events_and_what_came_of_predictions(
             gw.PoolStatus(
                 name="p",
                 stage=gw.STAGE_PREFILL,
-                prefill_error=0.126,
+                ttft=gw.Predictions(
+                    basis="profile", pairs=64, bias=-0.25, median_error=0.126, coverage=0.9
+                ),
+                itl=gw.Predictions(basis="learnt"),
                 workers=3,
                 workers_ready=2,
                 workers_draining=1,
@@ -169,9 +172,9 @@ def test_workers_show_their_events_and_what_came_of_predictions(
     assert "warning: old key" in out
     assert "configuration 5f0c, in force for 4,321 s\n" in out
     assert "admission on (the fleet file says shadow), spill any, bypass off\n" in out
-    (_, pool, header, first, second, third) = rows(out)
-    ready = "2/3 (+1 draining), 2 without a partner"
-    assert (pool[0], pool[4], pool[5], pool[6]) == ("p", "13%", "-", ready)
+    (_, pool, _, predictions, header, first, second, third) = rows(out)
+    assert (pool[0], pool[4]) == ("p", "2/3 (+1 draining), 2 without a partner")
+    assert predictions == ["p", "TTFT", "profile", "64", "13%", "-25%", "90%"]
     assert header[4:6] == ["KV events", "cached (predicted)"]
     assert first[4:6] == ["none (it has no such RPC)", "1,200 (1,000)"]
     assert (second[2], second[4], second[5]) == ("not_ready (gone)", "-", "-")

@@ -126,6 +126,11 @@ def whole(folder: Path, children: Children) -> Iterator[MultiprocessAdminService
     opened.close()
 
 
+def predictions(basis: str, bias: float) -> gw.Predictions:
+    off = abs(bias)
+    return gw.Predictions(basis=basis, pairs=10, bias=bias, median_error=off, coverage=1 - off)
+
+
 def pools(**more: Any) -> gw.ListPoolsResponse:
     pool = gw.PoolStatus(name="p", stage=AGG, workers=3, **more)
     return gw.ListPoolsResponse(
@@ -144,14 +149,19 @@ def pools(**more: Any) -> gw.ListPoolsResponse:
 def test_pools_are_summed_and_their_totals_are_of_all_processes_there_ever_were(
     tmp_path: Path,
 ) -> None:
-    one = pools(inflight=3, queued_tokens=10, workers_ready=3, prefill_error=0.5)
-    two = pools(inflight=4, queued_tokens=20, workers_ready=2, prefill_error=0.25, itl_error=0.125)
+    one = pools(inflight=3, queued_tokens=10, workers_ready=3, ttft=predictions("grid", 0.5))
+    two = pools(inflight=4, queued_tokens=20, workers_ready=2, ttft=predictions("learnt", -0.75))
+    two.pools[0].itl.CopyFrom(predictions("profile", 0.25))
     children = Children(Answers(ListPools=one), Answers(ListPools=two))
     with whole(tmp_path, children) as service:
         found = run(service.ListPools, gw.ListPoolsRequest(), Context())
         (pool,) = found.pools
         assert (pool.workers, pool.workers_ready, pool.inflight) == (3, 2, 7)
-        assert (pool.queued_tokens, pool.prefill_error, pool.itl_error) == (30, 0.5, 0.125)
+        assert pool.queued_tokens == 30
+        assert pool.ttft == gw.Predictions(
+            basis="grid", pairs=20, bias=-0.75, median_error=0.75, coverage=0.25
+        )
+        assert pool.itl == predictions("profile", 0.25)
         assert (pool.requests_total, pool.retries_total, pool.spills_total) == (12, 14, 16)
         assert (found.waiting_requests, found.max_attempts, found.config_age_s) == (4, 4, 2.5)
         assert found.config_version == service._reloader.version

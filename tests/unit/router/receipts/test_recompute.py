@@ -263,6 +263,10 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         lambda v: stage(v)["pools"][0]["coefficients"].update(prefill_scale=-1.0),
         STAGE + r"\.pools\[0\]\.coefficients: prefill_scale ",
     ),
+    "basis": (
+        lambda v: stage(v)["pools"][0].update(ttft_basis="guess"),
+        STAGE + r"\.pools\[0\]\.ttft_basis: must be one of learnt, profile, grid",
+    ),
     "target": (
         lambda v: v["receipt"]["decision"]["sla"].update(ttft_ms="Infinity"),
         r"receipt\.decision\.sla\.ttft_ms: must be a finite number",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import PriorityRule, Stage, StageGrid
@@ -15,6 +16,7 @@ from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice, choose, choose_stage
 from slagate.router.scheduling.score import score_pool
 from slagate.router.scheduling.targets import ITL_SHARE, TTFT_SHARE, promised
+from slagate.router.scheduling.words import explained
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
 
 SPEED = profiled()
@@ -249,6 +251,58 @@ def test_a_pool_without_a_profile_is_chosen_as_the_grid_says() -> None:
     asked = ask(isl_tokens=ISL, sla=fits(0.1))
     choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, rng=rng())
     assert (choice.pool, choice.row, choice.is_met) == ("c", 1, None)
+
+
+def off(pool: PoolSnapshot, **bases: str) -> PoolSnapshot:
+    """The pool, in which predictions have fallen back."""
+    return structs.replace(pool, estimator=structs.replace(pool.estimator, **bases))
+
+
+def chosen_of(pools: Mapping[str, PoolSnapshot], spill: str) -> tuple[str, bool | None, str]:
+    """The pool of a request that has to be served at once, whether it is met, and the choice in words."""
+    asked = ask(isl_tokens=ISL, sla=fits(0.0))
+    choice = choose_stage(Stage.PREFILL, asked, spilling(spill), pools, rng=rng())
+    return choice.pool, choice.is_met, explained(Decision(asked, (choice,)))
+
+
+def test_where_predictions_are_off_the_pool_is_used_as_without_a_target() -> None:
+    pools = pools_with({"a": 9.0, "b": 0.0, "c": 9.0})
+    right = pools["c"]
+    pools["c"] = off(right, ttft_basis="grid")
+    pool, is_met, text = chosen_of(pools, "listed")
+    assert (pool, is_met) == ("c", None)
+    assert "Predictions of TTFT in pool c are off: no target decides there by them." in text
+    assert chosen_of(pools, "any")[:2] == ("c", None)
+    pools["c"] = off(right, ttft_basis="profile")
+    pool, is_met, text = chosen_of(pools, "listed")
+    assert (pool, is_met) == ("b", True)
+    assert "What was learnt of TTFT in pool c is off: the profile alone predicts it." in text
+    pools["c"] = off(right, itl_basis="grid")
+    assert chosen_of(pools, "listed")[:2] == ("b", True), "of another latency"
+
+
+def test_nobody_spills_to_where_predictions_are_off_nor_is_refused_for_it() -> None:
+    pools = pools_with({"a": 0.0, "b": 9.0, "c": 9.0})
+    assert chosen_of(pools, "listed")[:2] == ("c", False)
+    pools["b"] = off(pools["b"], ttft_basis="grid")
+    assert chosen_of(pools, "listed")[:2] == ("c", None), "as the grid says"
+    pools = pools_with({"a": 0.0, "b": 0.0, "c": 9.0})
+    pools["a"] = off(pools["a"], ttft_basis="grid")
+    assert chosen_of(pools, "any")[:2] == ("b", True)
+
+
+def test_an_aggregated_pool_is_judged_by_the_latency_whose_predictions_are_right() -> None:
+    pool = off(pool_view("p", [view()], speed=SPEED), ttft_basis="grid")
+    for itl_ms, is_met in ((1000.0, True), (0.001, False)):
+        asked = ask(isl_tokens=ISL, sla=Sla(ttft_ms=0.001, itl_ms=itl_ms))
+        grid = one_cell(Stage.AGG, "p")
+        choice = choose_stage(Stage.AGG, asked, grid, {"p": pool}, rng=rng())
+        assert choice.is_met is is_met
+        scored = score_pool(Stage.AGG, asked, pool)
+        assert promised(scored, 0, scored.work(0), 0.0).due_s == math.inf
+    pool = off(pool, itl_basis="grid")
+    choice = choose_stage(Stage.AGG, asked, grid, {"p": pool}, rng=rng())
+    assert choice.is_met is None
 
 
 def test_a_full_pool_leaves_the_request_to_the_next_one() -> None:

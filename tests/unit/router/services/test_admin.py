@@ -190,7 +190,9 @@ def test_list_pools_says_how_workers_are_chosen_how_many_wait_and_how_wrong_pred
     None
 ):
     of = fleet("agg", pools={"agg": {"max_inflight": 1}})
-    of.pools["agg"].estimator.observe_itl(1, 100, seconds=0.02)
+    estimator = of.pools["agg"].estimator
+    for actual_s in (0.01, 0.016, 0.04):
+        estimator.pair_itl(estimator.frozen, predicted_s=0.02, actual_s=actual_s)
 
     async def main() -> gw.ListPoolsResponse:
         dispatcher = Dispatcher(of, rng=rng())
@@ -204,8 +206,10 @@ def test_list_pools_says_how_workers_are_chosen_how_many_wait_and_how_wrong_pred
     answer = run(main)
     assert (answer.policy, answer.waiting_requests) == ("slagate", 1)
     (pool,) = answer.pools
-    assert not pool.HasField("prefill_error")
-    assert pool.itl_error > 0
+    assert pool.ttft == gw.Predictions(basis="learnt")
+    assert (pool.itl.basis, pool.itl.pairs, pool.itl.median_error) == ("learnt", 3, 0.5)
+    assert pool.itl.bias == pytest.approx((2 * 1.25 * 0.5) ** (1 / 3) - 1)
+    assert pool.itl.coverage == pytest.approx(2 / 3)
 
 
 def test_list_workers_compares_predicted_with_cached_tokens() -> None:

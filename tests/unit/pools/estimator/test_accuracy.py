@@ -1,0 +1,200 @@
+"""How right predictions were, and what they are based on where they are off."""
+
+import math
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from slagate.pools.estimator.accuracy import EACH, MAX_PAIRS, MIN_PAIRS, MIN_S, Accuracy
+from slagate.pools.estimator.estimator import Estimator
+from support.builders import profiled
+
+SPEED = profiled()
+assert SPEED.profile is not None
+PROFILE = SPEED.profile
+SEEDS = range(8)
+SHARE = 0.8
+
+
+def filled(learnt: float, profile: float, *, n: int = MIN_PAIRS, **more: bool) -> Accuracy:
+    """After `n` outcomes of a second that were predicted like this; as learnt, if that is in force."""
+    accuracy = Accuracy(has_profile=more.get("has_profile", True))
+    put(accuracy, learnt, profile, n=n)
+    return accuracy
+
+
+def put(accuracy: Accuracy, learnt: float, profile: float, *, n: int = MAX_PAIRS) -> str:
+    for _ in range(n):
+        made = profile if accuracy.basis == "profile" else learnt
+        accuracy.add_pair(1.0, made, learnt, profile)
+    return accuracy.basis
+
+
+def test_figures_are_of_the_predictions_as_they_were_made() -> None:
+    accuracy = Accuracy(has_profile=True)
+    assert accuracy.figures(SHARE) is None
+    for actual_s in (0.25, 0.5, 1.0, 0.5 / SHARE, 0.6 / SHARE):
+        accuracy.add_pair(actual_s, 0.5, 9.0, 9.0)
+    figures = accuracy.figures(SHARE)
+    assert figures is not None
+    assert figures.n_pairs == 5
+    assert figures.median_error == pytest.approx(1 - 0.5 / (0.6 / SHARE))
+    quotients = (2.0, 1.0, 0.5, SHARE, SHARE / 1.2)
+    assert figures.bias == pytest.approx(math.prod(quotients) ** 0.2 - 1)
+    assert figures.coverage == pytest.approx(3 / 5)
+
+
+def test_only_the_newest_pairs_count() -> None:
+    accuracy = filled(3.0, 3.0, n=1000)
+    put(accuracy, 1.0, 1.0)
+    assert accuracy.figures(SHARE) == (MAX_PAIRS, 0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("at", range(4))
+def test_what_is_no_time_is_no_pair(bad: float, at: int) -> None:
+    accuracy, seconds = Accuracy(has_profile=True), [1.0] * 4
+    seconds[at] = bad
+    assert not accuracy.add_pair(*seconds)
+    assert accuracy.figures(SHARE) is None
+
+
+def test_what_takes_no_time_counts_as_what_a_clock_can_resolve() -> None:
+    accuracy = Accuracy(has_profile=True)
+    accuracy.add_pair(0.0, 2 * MIN_S, 0.0, 0.0)
+    figures = accuracy.figures(SHARE)
+    assert figures is not None
+    assert figures.median_error == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("learnt", "profile", "basis"),
+    [
+        (1.5, 1.0, "learnt"),  # not far enough off
+        (1.7, 1.0, "profile"),
+        (1 / 1.7, 1.0, "profile"),
+        (1.7, 1.6, "learnt"),  # hardly better
+        (1.9, 3.0, "learnt"),
+        (5.0, 1.5, "profile"),
+        (2.1, 2.1, "grid"),
+        (1 / 2.1, 3.0, "grid"),
+        (100.0, 0.01, "grid"),
+    ],
+)
+def test_predictions_that_are_off_give_way_to_the_profile_and_then_to_the_grid(
+    learnt: float, profile: float, basis: str
+) -> None:
+    assert filled(learnt, profile, n=MIN_PAIRS - 1).basis == "learnt", "too few to tell"
+    assert filled(learnt, profile).basis == basis
+
+
+def test_without_a_profile_there_is_nothing_between_what_was_learnt_and_the_grid() -> None:
+    assert filled(1.9, 1.0, has_profile=False).basis == "learnt"
+    assert filled(2.1, 1.0, has_profile=False).basis == "grid"
+
+
+def test_it_comes_back_later_than_it_fell_back() -> None:
+    accuracy = filled(1.7, 1.1)
+    assert accuracy.basis == "profile"
+    assert put(accuracy, 1.5, 1.3) == "profile"
+    assert put(accuracy, 1.4, 1.3) == "learnt"
+    assert put(accuracy, 2.1, 2.1) == "grid"
+    assert put(accuracy, 1.9, 1.9) == "grid"
+    assert put(accuracy, 1.9, 1.5) == "profile"
+    assert put(accuracy, 2.1, 2.1) == "grid"
+    assert put(accuracy, 1.5, 1.9) == "learnt"
+
+
+def test_it_tells_that_the_basis_has_changed_once() -> None:
+    accuracy = Accuracy(has_profile=True)
+    told = [accuracy.add_pair(1.0, 3.0, 3.0, 3.0) for _ in range(MAX_PAIRS)]
+    assert told == [n == MIN_PAIRS for n in range(1, MAX_PAIRS + 1)]
+    assert MIN_PAIRS % EACH == 0
+
+
+def seen_bases(
+    actual_of: Callable[[int], float], *, n: int, seed: int, noise: float
+) -> tuple[list[str], Estimator]:
+    """The basis after each of `n` prompts that take `actual_of` times the profile.
+
+    Each is learnt once the next 20 were sent. `noise` is on what was predicted, another for each prompt.
+    """
+    estimator, rng = Estimator(PROFILE, source="p"), random.Random(seed)
+    bases, sent = [], []
+    for number in range(n):
+        work_s = PROFILE.prefill_s(rng.randint(500, 8000), 0)
+        actual_s = actual_of(number) * work_s * rng.lognormvariate(0, 0.2)
+        sent.append((estimator.frozen, work_s, actual_s))
+        if len(sent) > 20:
+            frozen, work_s, actual_s = sent.pop(0)
+            predicted_s = frozen.ttft_s(work_s * rng.lognormvariate(0, noise))
+            estimator.pair_ttft(frozen, predicted_s, 0.0, actual_s)
+            estimator.observe_first_response(work_s, actual_s)
+        bases.append(estimator.frozen.ttft_basis)
+    return bases, estimator
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise_of_60_percent_is_no_reason_to_fall_back(seed: int) -> None:
+    bases, estimator = seen_bases(lambda _: 1.0, n=5000, seed=seed, noise=0.6)
+    figures = estimator.ttft.figures(SHARE)
+    assert figures is not None
+    assert 0.3 < figures.median_error < 0.6
+    assert set(bases) == {"learnt"}
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0], ids=["twice as fast", "half as fast"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pool_whose_speed_has_changed_once_is_learnt_before_it_falls_back(
+    seed: int, factor: float
+) -> None:
+    bases, estimator = seen_bases(
+        lambda number: factor if number >= 300 else 1.0, n=900, seed=seed, noise=0.1
+    )
+    assert set(bases) == {"learnt"}
+    assert estimator.frozen.coefficients.prefill_scale == pytest.approx(factor, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pool_that_cannot_be_learnt_goes_to_the_grid_and_comes_back(seed: int) -> None:
+    """Each 10 prompts it is 30 times as fast as before or after; from the 600th on it is steady."""
+    bases, _ = seen_bases(
+        lambda number: (1 / 5.5, 5.5)[number // 10 % 2] if number < 600 else 1.0,
+        n=1200,
+        seed=seed,
+        noise=0.0,
+    )
+    assert bases[599] == "grid"
+    assert bases[600 + MAX_PAIRS + 50] == "learnt"
+    assert sum(one != other for one, other in pairwise(bases)) <= 4
+
+
+def test_what_was_learnt_and_is_off_is_not_in_force_while_it_is_learnt_on() -> None:
+    estimator = Estimator(PROFILE, source="p")
+    work_s, itl_s = PROFILE.prefill_s(4000, 0), PROFILE.itl_s(8, 1000)
+    for _ in range(50):
+        estimator.observe_first_response(work_s, 3 * work_s)
+        estimator.observe_itl(8, 1000, 3 * itl_s)
+    learnt = estimator.frozen.learnt
+    assert learnt == estimator.frozen.coefficients
+    assert learnt.itl_scale == pytest.approx(3.0, rel=0.05)
+    for _ in range(MIN_PAIRS):
+        frozen = estimator.frozen
+        estimator.pair_ttft(frozen, frozen.ttft_s(work_s), 0.01, work_s + 0.01)
+    frozen = estimator.frozen
+    assert (frozen.ttft_basis, frozen.itl_basis) == ("profile", "learnt")
+    assert frozen.coefficients.prefill == (1.0, 0.0)
+    assert frozen.coefficients.itl_scale == learnt.itl_scale
+    assert frozen.learnt == learnt
+    for _ in range(MIN_PAIRS):
+        estimator.pair_itl(estimator.frozen, 3 * itl_s, itl_s)
+    assert estimator.frozen.coefficients.itl_scale == 1.0
+    # By the profile, what would have been predicted of what was learnt goes on being paired.
+    for _ in range(MAX_PAIRS):
+        frozen = estimator.frozen
+        estimator.pair_ttft(frozen, frozen.ttft_s(work_s), 0.0, learnt.prefill_scale * work_s)
+        estimator.pair_itl(frozen, frozen.itl_s(8, 1000), learnt.itl_scale * itl_s)
+    assert estimator.frozen.coefficients == learnt
+    assert (estimator.frozen.ttft_basis, estimator.frozen.itl_basis) == ("learnt", "learnt")
