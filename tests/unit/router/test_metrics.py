@@ -2,10 +2,12 @@ import math
 import random
 from collections.abc import Callable
 
+import pytest
 from msgspec.structs import replace
 from prometheus_client import Histogram
 from prometheus_client.core import Metric
 
+from slagate.pools.estimator.accuracy import BASES
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.kv_events.view import EventView
@@ -29,8 +31,8 @@ def exercised() -> Metrics:
     for member in of.members():
         member.events = EventView(member.address, unix_s=lambda: 0.0)
     for pool in of.pools.values():
-        pool.estimator.observe_first_response(pool.estimator.frozen.work_s(100, 0), 0.1)
-        pool.estimator.observe_itl(1, 100, seconds=0.01)
+        pool.estimator.ttft.add_pair(0.1, 0.2, 0.2, 0.2)
+        pool.estimator.itl.add_pair(0.1, 0.05, 0.05, 0.05)
     metrics.watch(Dispatcher(of, rng=rng()))
     record = finished_record()
     metrics.measure(record, Outcome.COMPLETED, record.latencies())
@@ -68,6 +70,22 @@ def test_names_carry_units_and_labels_stay_few() -> None:
         has_worker = any("worker" in sample.labels for sample in family.samples)
         assert has_worker <= (family.type == "gauge")
         assert has_worker == family.name.startswith("slagate_worker_")
+
+
+def test_how_right_predictions_were_is_told_of_each_latency_of_a_pool() -> None:
+    registry = exercised().registry
+
+    def told(name: str, stage: str, latency: str, **more: str) -> float | None:
+        labels = {"stage": stage, "pool": stage, "latency": latency, **more}
+        return registry.get_sample_value(f"slagate_prediction_{name}", labels)
+
+    names = ("bias_ratio", "error_ratio", "coverage_ratio")
+    assert [told(name, "prefill", "ttft") for name in names] == pytest.approx([1.0, 1.0, 1.0])
+    assert [told(name, "decode", "itl") for name in names] == pytest.approx([-0.5, 0.5, 0.0])
+    assert {told(name, "prefill", "itl") for name in names} == {None}
+    assert {told(name, "decode", "ttft") for name in names} == {None}
+    bases = [told("basis", "decode", "itl", basis=basis) for basis in BASES]
+    assert (BASES, bases) == (("learnt", "profile", "grid"), [1, 0, 0])
 
 
 def test_every_outcome_is_a_series_from_the_start() -> None:

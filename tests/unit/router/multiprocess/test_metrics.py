@@ -52,6 +52,14 @@ slagate_worker_event_lag_seconds{worker="a"} 0.5
 # TYPE slagate_pool_workers gauge
 slagate_pool_workers{state="ready"} 2
 slagate_pool_workers{state="draining"} 0
+# TYPE slagate_prediction_bias_ratio gauge
+slagate_prediction_bias_ratio{pool="a"} 0.25
+slagate_prediction_bias_ratio{pool="b"} -0.5
+# TYPE slagate_prediction_coverage_ratio gauge
+slagate_prediction_coverage_ratio{pool="a"} 0.75
+# TYPE slagate_prediction_basis gauge
+slagate_prediction_basis{basis="learnt"} 1
+slagate_prediction_basis{basis="grid"} 0
 # TYPE slagate_spills counter
 slagate_spills_total{pool="a"} 4
 """
@@ -67,6 +75,14 @@ slagate_worker_event_lag_seconds{worker="a"} 0.25
 # TYPE slagate_pool_workers gauge
 slagate_pool_workers{state="ready"} 1
 slagate_pool_workers{state="not_ready"} 1
+# TYPE slagate_prediction_bias_ratio gauge
+slagate_prediction_bias_ratio{pool="a"} -0.5
+slagate_prediction_bias_ratio{pool="b"} 0.25
+# TYPE slagate_prediction_coverage_ratio gauge
+slagate_prediction_coverage_ratio{pool="a"} 0.5
+# TYPE slagate_prediction_basis gauge
+slagate_prediction_basis{basis="learnt"} 0
+slagate_prediction_basis{basis="grid"} 1
 # TYPE slagate_spills counter
 slagate_spills_total{pool="a"} 5
 """
@@ -78,6 +94,11 @@ slagate_spills_total{pool="a"} 5
         "slagate_worker_event_lag_seconds['a']": 0.5,
         "slagate_pool_workers['ready']": 2,
         "slagate_pool_workers['draining']": 0,
+        "slagate_prediction_bias_ratio['a']": -0.5,
+        "slagate_prediction_bias_ratio['b']": -0.5,
+        "slagate_prediction_coverage_ratio['a']": 0.5,
+        "slagate_prediction_basis['learnt']": 1,
+        "slagate_prediction_basis['grid']": 1,
         "slagate_spills_total['a']": 5,
     }
     assert merged([]) == []
