@@ -20,8 +20,8 @@ from slagate.workers.client.client import WorkerClient, connect_worker, unary
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
 
-WORKERS_PER_POOL = {"prefill-tp1": 3, "prefill-tp2": 2, "decode-tp1": 2, "decode-tp2": 1}
-"""Workers of each pool in `configs/grids/demo.json`, which is the fleet file without their addresses."""
+GRID_ALONE = {"spill": "none", "admission": "off"}
+"""`scheduling` without which load decides nothing between pools, and nobody is refused."""
 
 PLAINTEXT = ("--insecure", "--worker-insecure")
 """Without TLS, as all traffic stays on this machine."""
@@ -50,20 +50,25 @@ class DemoFleet(NamedTuple):
     pools: tuple[PoolName, ...]
     transport: str
     policy: str
+    scheduling: Mapping[str, str]
     model: str
     block_tokens: int
 
 
 async def start_fleet(
-    cluster: Cluster, fleet_path: Path, *, transport: str, policy: str
+    cluster: Cluster, fleet_path: Path, *, transport: str, policy: str, grid_alone: bool
 ) -> DemoFleet:
     """Start everything and wait until every worker takes work.
 
-    `transport` is the workers' own option, `policy` the gateway's. Leaves the fleet file at `fleet_path`,
-    and beside it the key with which the workers sign handoffs for each other. Raises `ChildError`.
+    The fleet file is the packaged `demo.json`, with the addresses of as many workers as its `replicas` say;
+    with `grid_alone` its `scheduling` is `GRID_ALONE`. `transport` is the workers' own option, `policy` the
+    gateway's. Leaves the fleet file at `fleet_path`, and beside it the key with which the workers sign
+    handoffs for each other. Raises `ChildError`.
     """
     packaged = resources.files("slagate.configs") / "grids" / "demo.json"
     fleet = json.loads(packaged.read_text())
+    if grid_alone:
+        fleet["scheduling"] = GRID_ALONE
     config = parse_config(fleet, source="demo.json")
     pools = tuple(
         PoolName(name, Stage(stage))
@@ -102,6 +107,7 @@ async def start_fleet(
         pools=pools,
         transport=", ".join(sorted(transports)),
         policy=policy,
+        scheduling=fleet["scheduling"],
         model=info.supported_models[0],
         block_tokens=info.capacity.kv_block_size,
     )
@@ -142,7 +148,7 @@ async def _start_workers(
             ),
         )
         for pool in pools
-        for number in range(WORKERS_PER_POOL[pool.name])
+        for number in range(int(str(specs[pool.name]["replicas"])))
     ]
     addresses: dict[str, list[str]] = {pool.name: [] for pool in pools}
     transports = set()

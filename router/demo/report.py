@@ -1,6 +1,6 @@
 """The report of a demo run: figures of each pool and class, as JSON and as tables."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -23,6 +23,29 @@ class DemoRow(NamedTuple):
     served: ServedRequest
     mismatch: str
 
+    @property
+    def refused(self) -> bool:
+        """Whether admission refused it, which is no failure of the fleet; it has missed its targets."""
+        receipt = self.served.receipt
+        return receipt is not None and receipt.decision.admission == "refused"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with an error, other than being refused by admission."""
+        return self.served.failed and not self.refused
+
+    @property
+    def ttft_met(self) -> bool:
+        """Whether its first token came in time."""
+        ttft_s = self.served.ttft_s
+        return ttft_s is not None and ttft_s * 1000 <= self.arrival.sla.ttft_ms
+
+    @property
+    def itl_met(self) -> bool | None:
+        """Whether the others did, in the mean; None: there were none."""
+        itl_s = self.served.itl_s
+        return None if itl_s is None else itl_s * 1000 <= self.arrival.sla.itl_ms
+
 
 def pool_of(receipt: gw.Receipt | None, stage: Stage) -> str:
     """The pool that served a stage, or was chosen for it; empty when the receipt does not say."""
@@ -38,23 +61,20 @@ def figures(rows: Sequence[DemoRow]) -> dict[str, object]:
     """Figures of these requests: latency in ms as the client saw it, and shares (0 to 1) of targets met.
 
     A request without a token has missed its TTFT target. ITL is a request's mean; requests of fewer than
-    two tokens have none and do not count for it.
+    two tokens have none and do not count for it. Both are met by an answer that came to its end and missed
+    neither, so not by what was refused or failed.
     """
-    ttft_met = [
-        row.served.ttft_s is not None and row.served.ttft_s * 1000 <= row.arrival.sla.ttft_ms
-        for row in rows
-    ]
-    itl_met = [
-        row.served.itl_s * 1000 <= row.arrival.sla.itl_ms
-        for row in rows
-        if row.served.itl_s is not None
-    ]
+    ttft_met = [row.ttft_met for row in rows]
+    itl_met = [row.itl_met for row in rows if row.itl_met is not None]
+    both_met = [row.ttft_met and row.itl_met is not False and not row.served.failed for row in rows]
     return {
         "requests": len(rows),
+        "refused": sum(row.refused for row in rows),
         "ttft_ms": percentiles_ms(row.served.ttft_s for row in rows),
         "itl_ms": percentiles_ms(row.served.itl_s for row in rows),
         "ttft_met": _ratio(ttft_met),
         "itl_met": _ratio(itl_met),
+        "both_met": _ratio(both_met),
     }
 
 
@@ -66,17 +86,19 @@ def build_report(rows: Sequence[DemoRow], pools: Sequence[tuple[Stage, str]]) ->
     """The part of the report that comes from the requests: figures of all, of each pool, of each class."""
     problems = [
         f"{row.served.status.code.name}: {row.served.status.message}"
-        if row.served.failed
+        if row.failed
         else f"mismatch: {row.mismatch}"
         for row in rows
-        if row.served.failed or row.mismatch
+        if row.failed or row.mismatch
     ]
     receipts = [row.served.receipt for row in rows if row.served.receipt is not None]
-    n_failed = sum(row.served.failed for row in rows)
+    n_failed, n_refused = sum(row.failed for row in rows), sum(row.refused for row in rows)
     return {
         "requests": len(rows),
-        "completed": len(rows) - n_failed,
+        "completed": len(rows) - n_failed - n_refused,
+        "refused": n_refused,
         "failed": n_failed,
+        "both_met": figures(rows)["both_met"],
         "token_mismatches": sum(bool(row.mismatch) for row in rows),
         "receipts_missing": len(rows) - len(receipts),
         "output_tokens": sum(len(row.served.tokens) for row in rows),
@@ -131,18 +153,32 @@ def example(rows: Sequence[DemoRow]) -> DemoRow | None:
     return min(told, key=lambda row: row.arrival.sla.ttft_ms, default=None)
 
 
+_COLUMNS: dict[str, Callable[[dict[str, dict[str, object]]], str]] = {
+    "requests": lambda group: str(group["requests"]),
+    "refused": lambda group: str(group["refused"]),
+    "TTFT p50": lambda group: _number(group["ttft_ms"]["p50"]),
+    "TTFT p99": lambda group: _number(group["ttft_ms"]["p99"]),
+    "TTFT met": lambda group: _percent(group["ttft_met"]),
+    "ITL p50": lambda group: _number(group["itl_ms"]["p50"]),
+    "ITL p99": lambda group: _number(group["itl_ms"]["p99"]),
+    "ITL met": lambda group: _percent(group["itl_met"]),
+    "both met": lambda group: _percent(group["both_met"]),
+}
+
+
 def table(title: str, groups: object) -> Table:
-    """A table of `groups`, which is `pools` or `classes` of the report."""
+    """A table of `pools` of the report."""
+    return _table(title, groups, without={"refused", "both met"})
+
+
+def class_table(title: str, groups: object) -> Table:
+    """A table of `classes` of the report."""
+    return _table(title, groups, without={"TTFT p50", "ITL p50"})
+
+
+def _table(title: str, groups: object, *, without: Set[str]) -> Table:
     assert isinstance(groups, dict)
-    columns: dict[str, Callable[[dict[str, dict[str, object]]], str]] = {
-        "requests": lambda group: str(group["requests"]),
-        "TTFT p50": lambda group: _number(group["ttft_ms"]["p50"]),
-        "TTFT p99": lambda group: _number(group["ttft_ms"]["p99"]),
-        "TTFT met": lambda group: _percent(group["ttft_met"]),
-        "ITL p50": lambda group: _number(group["itl_ms"]["p50"]),
-        "ITL p99": lambda group: _number(group["itl_ms"]["p99"]),
-        "ITL met": lambda group: _percent(group["itl_met"]),
-    }
+    columns = {name: text for name, text in _COLUMNS.items() if name not in without}
     shown = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
     shown.add_column("", no_wrap=True)
     for column in columns:

@@ -56,9 +56,9 @@ class SlaClass(NamedTuple):
 
 
 SLA_CLASSES = (
-    SlaClass("interactive", 500, 20),
-    SlaClass("standard", 2000, 50),
-    SlaClass("batch", 10_000, 200),
+    SlaClass("interactive", 1000, 20),
+    SlaClass("standard", 4000, 50),
+    SlaClass("batch", 20_000, 200),
 )
 
 

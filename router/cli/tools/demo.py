@@ -21,6 +21,13 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("build/demo.json"),
     transport: Transport = "auto",
     policy: Policy = Settings.policy,
+    grid_alone: Annotated[
+        bool,
+        typer.Option(
+            "--grid-alone",
+            help="To compare: load decides nothing between pools, nobody is refused.",
+        ),
+    ] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Replay nothing; serve clients of yours until SIGTERM.")
     ] = False,
@@ -33,7 +40,18 @@ def demo(
             fail("--requests: --serve replays nothing")
         # Stdout is for programs, which read the ready line.
         console = Console(stderr=True, markup=False, highlight=False)
-        run_to_exit(lambda: serve_demo(out, console, transport=transport, policy=policy))
+        run_to_exit(
+            lambda: serve_demo(
+                out, console, transport=transport, policy=policy, grid_alone=grid_alone
+            )
+        )
     run_to_exit(
-        lambda: run_demo(requests, out, stdout_console(), transport=transport, policy=policy)
+        lambda: run_demo(
+            requests,
+            out,
+            stdout_console(),
+            transport=transport,
+            policy=policy,
+            grid_alone=grid_alone,
+        )
     )

@@ -1,15 +1,25 @@
 """The figures of a demo run: attribution to pools, percentiles, targets, problems."""
 
 import io
+from collections.abc import Callable
 
 import grpc
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from slagate.pools.grid.grid import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.demo.report import DemoRow, build_report, example, figures, pool_of, table
+from slagate.router.demo.report import (
+    DemoRow,
+    build_report,
+    class_table,
+    example,
+    figures,
+    pool_of,
+    table,
+)
 from slagate.router.loadgen.loadgen import ServedRequest
 from slagate.router.loadgen.trace import SLA_CLASSES, Arrival, SlaClass, TraceRequest
 
@@ -55,13 +65,44 @@ def test_pool_is_the_last_one_tried_then_the_one_chosen() -> None:
 
 def test_targets_are_each_requests_own_and_count_when_just_met() -> None:
     rows = [
-        row(ttft_s=0.5, itl_s=0.02),
-        row(ttft_s=0.501, itl_s=0.021),
-        row(ttft_s=0.501, itl_s=0.021, sla=STANDARD),
-        row(ttft_s=10.001, itl_s=0.2, sla=BATCH),
+        row(ttft_s=1.0, itl_s=0.02),
+        row(ttft_s=1.001, itl_s=0.021),
+        row(ttft_s=1.001, itl_s=0.021, sla=STANDARD),
+        row(ttft_s=20.001, itl_s=0.2, sla=BATCH),
     ]
     shown = figures(rows)
-    assert (shown["ttft_met"], shown["itl_met"]) == (0.5, 0.75)
+    assert (shown["ttft_met"], shown["itl_met"], shown["both_met"]) == (0.5, 0.75, 0.5)
+
+
+def test_both_are_met_by_what_was_answered_to_its_end_and_missed_neither() -> None:
+    gone = Status(grpc.StatusCode.UNAVAILABLE, "gone")
+    assert figures([row(itl_s=None)])["both_met"] == 1.0
+    for missed in (
+        row(ttft_s=1.001),
+        row(itl_s=0.021),
+        row(status=gone),
+        row(ttft_s=None, itl_s=None),
+    ):
+        assert figures([missed])["both_met"] == 0.0
+
+
+def test_what_admission_refused_is_no_failure_and_has_missed_its_targets() -> None:
+    told = receipt()
+    told.decision.admission = "refused"
+    full = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "predicted to miss")
+    rows = [
+        row(got=receipt()),
+        row(ttft_s=None, itl_s=None, status=full, got=told, sla=STANDARD),
+        row(ttft_s=None, itl_s=None, status=full, got=receipt(), sla=STANDARD),
+    ]
+    report = build_report(rows, POOLS)
+    counts = ("requests", "completed", "refused", "failed", "both_met")
+    assert [report[name] for name in counts] == [3, 1, 1, 1, 0.3333]
+    assert report["errors"] == ["RESOURCE_EXHAUSTED: predicted to miss"]
+    classes = report["classes"]
+    assert isinstance(classes, dict)
+    standard = classes["standard"]
+    assert (standard["requests"], standard["refused"], standard["both_met"]) == (2, 1, 0.0)
 
 
 def test_a_request_without_tokens_misses_ttft_and_has_no_itl() -> None:
@@ -79,10 +120,12 @@ def test_a_group_without_requests_has_no_figures() -> None:
     none = {"p50": None, "p99": None}
     assert figures([]) == {
         "requests": 0,
+        "refused": 0,
         "ttft_ms": none,
         "itl_ms": none,
         "ttft_met": None,
         "itl_met": None,
+        "both_met": None,
     }
 
 
@@ -138,13 +181,25 @@ def test_the_explained_request_is_the_first_tight_one_with_words() -> None:
     assert example([row()]) is None
 
 
-@pytest.mark.parametrize("group", ["pools", "classes"])
-def test_table_fits_80_columns_and_shows_every_name(group: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "made", "columns"),
+    [
+        ("pools", table, ["TTFT p50", "ITL met", "12345.6", "123.0"]),
+        (
+            "classes",
+            class_table,
+            ["refused", "TTFT p99", "ITL met", "both met", "12345.6", "123.0"],
+        ),
+    ],
+)
+def test_table_fits_80_columns_and_shows_every_name(
+    group: str, made: Callable[[str, object], Table], columns: list[str]
+) -> None:
     report = build_report([row(ttft_s=12.3456, itl_s=0.123, got=receipt())], POOLS)
     out = io.StringIO()
-    Console(file=out, width=80).print(table("Title", report[group]))
+    Console(file=out, width=80).print(made("Title", report[group]))
     groups = report[group]
     assert isinstance(groups, dict)
     text = out.getvalue()
-    for name in [*groups, "TTFT p50", "ITL met", "12345.6", "123.0", "0.0%"]:
+    for name in [*groups, *columns, "0.0%"]:
         assert name in text

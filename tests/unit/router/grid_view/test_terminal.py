@@ -80,7 +80,8 @@ def test_cells_show_where_they_spill_to() -> None:
 
 def test_scheduling_is_told_where_the_file_has_other_than_the_defaults() -> None:
     config = example("example-disagg")
-    assert "Scheduling" not in printed(config)
+    assert "Scheduling: spill any, admission on, bypass off." in printed(config)
+    assert "Scheduling" not in printed(replace(config, scheduling=Scheduling()))
     changed = replace(config, scheduling=Scheduling(spill="any", admission="shadow"))
     assert "Scheduling: spill any, admission shadow, bypass off." in printed(changed)
 
