@@ -133,11 +133,14 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
     def mean_tokens(self, more_tokens: int) -> Floats:
         """Mean context of our requests at each row, if one of `more_tokens` joins, f64[n_rows]."""
         # The contexts of foreign requests are not known; they are taken to be like ours.
-        mean: Floats = (self._ints[CONTEXT_TOKENS] + more_tokens) / self._ints[WIDTH]
+        mean: Floats = (self._ints[CONTEXT_TOKENS] + more_tokens).astype(np.float64)
+        mean /= self._ints[WIDTH].astype(np.float64)  # of integers it takes longer
         return mean
 
     def serving(self, model: str) -> Flags | None:
         """Rows whose worker serves the model, bool[n_rows]; None when all do."""
+        if len(self._models) == 1 and model in next(iter(self._models)):
+            return None
         found = [flags for models, flags in self._models.items() if model in models]
         if len(found) == len(self._models):
             return None
@@ -178,6 +181,7 @@ class LoadTable:
         self.now_s: Callable[[], float] = float
         self.scale = 1.0  # seconds of the clock for one of prefill work, as the pool has learnt
         self._queues: list[EngineQueue] = []  # of each row
+        self._n_prompts = 0  # in all of them; without any nothing of them changes with time
         self._paces: list[float] = []  # of each row, `RowView.pace` unrounded
         self.names: tuple[tuple[str, int | None], ...] = ()  # address and rank of each row
         self._row_models: list[frozenset[str]] = []
@@ -338,6 +342,7 @@ class LoadTable:
         if work.prefill_tokens or promises:
             queue = self._queues[row]
             if work.prefill_tokens:
+                self._n_prompts += 1
                 rate = self.scale * self._float[PACE][row]
                 queue.add_prompt(held, self.now_s(), rate)
             if promises:
@@ -350,6 +355,7 @@ class LoadTable:
         work = held.work
         if not work.prefill_tokens:
             return
+        self._n_prompts -= 1
         queued = self._int[QUEUED_TOKENS]
         left_tokens = queued[row] = queued[row] - work.prefill_tokens
         queue, rate = self._queues[row], self.scale * self._float[PACE][row]
@@ -462,14 +468,16 @@ class LoadTable:
 
     def _bring_up_to_date(self, ints: Ints, floats: Floats) -> None:
         """Take what was done of the queues since they changed off these figures of all rows."""
-        now_s, queued_s = self.now_s(), floats[QUEUED_S]
-        ints[JOIN_TOKENS] *= floats[JOIN_UNTIL_S] >= now_s
-        if self.scale > 0.0:
-            done_s: Floats = (now_s - floats[SINCE_S]) / (self.scale * floats[PACE])
-            np.minimum(done_s, floats[HEAD_S], out=done_s)
-            queued_s -= np.maximum(done_s, 0.0, out=done_s)
-        np.multiply(queued_s, floats[PACE], out=floats[LOAD_S])
-        floats[LOAD_S] += floats[FOREIGN_S]
+        queued_s, pace, load_s = floats[QUEUED_S], floats[PACE], floats[LOAD_S]
+        if self._n_prompts:
+            now_s = self.now_s()
+            ints[JOIN_TOKENS] *= floats[JOIN_UNTIL_S] >= now_s
+            if self.scale > 0.0:
+                done_s: Floats = now_s - floats[SINCE_S]
+                done_s /= self.scale * pace
+                queued_s -= np.minimum(done_s, floats[HEAD_S], out=done_s)
+        np.multiply(queued_s, pace, out=load_s)
+        load_s += floats[FOREIGN_S]
 
 
 def rows_of(views: Iterable[RowView]) -> Rows:

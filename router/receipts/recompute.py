@@ -11,7 +11,6 @@ order of the candidates, nor `would_meet`, `text`, `attempts`, `actual`, the num
 """
 
 import math
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -103,17 +102,6 @@ class _Pools(dict[str, PoolSnapshot]):
         raise _NotLookedAt(name)
 
 
-class _Recorded(random.Random):
-    """Gives the one number that was drawn."""
-
-    def __init__(self, draw: float) -> None:
-        super().__init__(0)
-        self._draw = draw
-
-    def random(self) -> float:
-        return self._draw
-
-
 def _decide_again(
     place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: RecordedConfig
 ) -> Mismatch | None:
@@ -130,7 +118,6 @@ def _decide_again(
     ]
     pairing = _pairing(place, recorded, keys)
     pools = _pools(place, recorded, decision, rules, keys)
-    rng = _Recorded(recorded.draw)
     found: tuple[str, str] | None
     try:
         ask = _ask(recorded, decision, by_targets=rules.policy != "least_loaded")
@@ -139,7 +126,7 @@ def _decide_again(
             ask,
             rules.grids[stage],
             pools,
-            rng=rng,
+            draw=recorded.draw,
             pairing=pairing,
             later_s=recorded.later_s,
             says_elsewhere=False,  # of pools that were not looked at a receipt has nothing

@@ -13,7 +13,6 @@ rank with the least predicted seconds win, see `score`.
 import math
 import random
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -190,7 +189,7 @@ def choose(
     for stage in reversed(list(stages)):
         # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
         draw = rng.random()
-        choice = _chosen(
+        choice = choose_stage(
             stage, ask, stages[stage], pools, draw=draw, config=config, later_s=later_s
         )
         found.insert(0, choice)
@@ -278,7 +277,7 @@ def _choose_again(
     later_s: float | None = None,
 ) -> StageChoice:
     """The same choice, of the rows that a pairing leaves open; with another `later_s`, if one is given."""
-    return _chosen(
+    return choose_stage(
         choice.stage,
         choice.ask,
         stages[choice.stage],
@@ -287,6 +286,7 @@ def _choose_again(
         config=choice.config,
         pairing=pairing,
         later_s=choice.won.later_s if later_s is None else later_s,
+        known=choice.scored,
     )
 
 
@@ -296,59 +296,31 @@ def choose_stage(
     grid: StageGrid,
     pools: Mapping[str, PoolSnapshot],
     *,
-    rng: random.Random,
+    draw: float,
     config: gw.GatewayConfig = NO_CONFIG,
     pairing: Pairing | None = None,
     later_s: float = 0.0,
     says_elsewhere: bool = True,
+    known: tuple[ScoredPool, ...] = (),
 ) -> StageChoice:
-    """Choose a worker for one stage; draws exactly one number from `rng`.
+    """Choose a worker for one stage; `draw` in [0, 1) chooses between equals.
 
     With `pairing` only rows that fit what the other stage has may be chosen. `later_s` are predicted
     seconds from the stage's first response to the first token. Without `says_elsewhere` no pools are looked
-    at for `would_meet`, which the choice does not need.
+    at for `would_meet`, which the choice does not need. `known` pools were scored for the same already.
     """
-    return _chosen(
-        stage,
-        ask,
-        grid,
-        pools,
-        draw=rng.random(),
-        config=config,
-        pairing=pairing,
-        later_s=later_s,
-        says_elsewhere=says_elsewhere,
-    )
-
-
-def _chosen(
-    stage: Stage,
-    ask: RoutingRequest,
-    grid: StageGrid,
-    pools: Mapping[str, PoolSnapshot],
-    *,
-    draw: float,
-    config: gw.GatewayConfig,
-    pairing: Pairing | None = None,
-    later_s: float,
-    says_elsewhere: bool = True,
-) -> StageChoice:
-    sla, isl_tokens = ask.sla, ask.isl_tokens
-    values = {
-        "isl": isl_tokens,
-        "context_length": isl_tokens,
-        "ttft_ms": 0 if "ttft_ms" in sla.as_fast else sla.ttft_ms,
-        "itl_ms": 0 if "itl_ms" in sla.as_fast else sla.itl_ms,
-    }
-    place = grid.place(values, sla.priority)
+    place = _place(ask, grid)
     scored: dict[str, ScoredPool] = {}
     name, row, is_met, starved = place.order[0], None, None, False
     would_meet: tuple[str, ...] = ()
-    has_target = (stage is not Stage.DECODE and sla.ttft_ms is not None) or (
-        stage is not Stage.PREFILL and sla.itl_ms is not None
-    )
-    if has_target and ask.by_targets:
-        score = partial(score_pool, stage, ask, pairing=pairing, later_s=later_s)
+
+    def score(pool: PoolSnapshot) -> ScoredPool:
+        for each in known:
+            if each.pool is pool:
+                return replace(each, pairing=pairing, later_s=later_s)
+        return score_pool(stage, ask, pool, pairing, later_s)
+
+    if ask.by_targets and _has_target(stage, ask.sla):
         name, row, is_met = _by_targets(place, pools, score, scored, draw)
         if is_met is False and row is not None and says_elsewhere:
             would_meet = _would_meet(grid, pools, score, scored)
@@ -356,7 +328,7 @@ def _chosen(
         is_met = None  # nothing is predicted, or no row may be chosen
         for name in place.order:
             if name not in scored:
-                scored[name] = score_pool(stage, ask, pools[name], pairing, later_s)
+                scored[name] = score(pools[name])
             row, starved = scored[name].pick(draw)
             if row is not None:
                 break
@@ -377,6 +349,22 @@ def _chosen(
         pairing=pairing,
         would_meet=would_meet,
     )
+
+
+def _place(ask: RoutingRequest, grid: StageGrid) -> Placement:
+    sla, isl_tokens = ask.sla, ask.isl_tokens
+    values = {
+        "isl": isl_tokens,
+        "context_length": isl_tokens,
+        "ttft_ms": 0 if "ttft_ms" in sla.as_fast else sla.ttft_ms,
+        "itl_ms": 0 if "itl_ms" in sla.as_fast else sla.itl_ms,
+    }
+    return grid.place(values, sla.priority)
+
+
+def _has_target(stage: Stage, sla: Sla) -> bool:
+    has_ttft, has_itl = sla.ttft_ms is not None, sla.itl_ms is not None
+    return (has_ttft and stage is not Stage.DECODE) or (has_itl and stage is not Stage.PREFILL)
 
 
 def _would_meet(

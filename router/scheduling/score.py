@@ -225,7 +225,8 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         )
         if is_plain and self.stage is Stage.DECODE:
             # No: some row's KV cache may have no room for the prompt.
-            most_tokens = int(rows.ints("context_tokens").max(initial=0))
+            tokens = rows.ints("context_tokens")
+            most_tokens = tokens.item(tokens.argmax()) if len(tokens) else 0
             is_plain = most_tokens + ask.isl_tokens <= counts.least_capacity_tokens
         if is_plain:
             if not counts.n_suspect:

@@ -20,7 +20,7 @@ import numpy as np
 
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.table import Floats, Ints
+from slagate.pools.inflight.table import Flags, Floats, Ints
 from slagate.router.scheduling.score import ScoredPool
 
 TTFT_SHARE, ITL_SHARE = 0.95, 0.85
@@ -38,35 +38,38 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
     scored: ScoredPool
     open_rows: Ints  # indices of those that may be chosen
     late: Floats  # f64[n_rows], above 1 where it does not fit: how much of a target it takes
-    joins_s: Floats | None  # f64[n_rows], by which it makes the last step of a queue longer
+    quiet: Flags | None  # bool[n_rows], where it delays nobody much; None: everywhere
 
     def fullest(self, draw: float) -> int | None:
         """The index of the row to take among those that fit; `draw` in [0, 1) chooses between equals."""
-        scored, rows = self.scored, self.open_rows
-        rows = rows[self.late[rows] <= 1.0]
+        # `take` is faster than a mask, `item(argmin())` than `min`.
+        rows, work_s = self.open_rows, self.scored.work_s
+        rows = rows.take((self.late.take(rows) <= 1.0).nonzero()[0])
         if not len(rows):
             return None
-        if scored.work_s is not None and self.joins_s is not None:
-            quiet_s = scored.pool.rows.floats("join_quiet_s")
-            quiet = rows[self.joins_s[rows] <= np.maximum(quiet_s[rows], 0.0)]
-            rows = quiet if len(quiet) else rows
-            work_s = scored.work_s[rows]
-            rows = rows[work_s <= SAME_WORK * work_s.min()]
-        return self._longest_ago(rows[self.late[rows] == self.late[rows].max()], draw)
+        if work_s is not None:
+            if self.quiet is not None:
+                quiet = rows.take(self.quiet.take(rows).nonzero()[0])
+                rows = quiet if len(quiet) else rows
+            work_s = work_s.take(rows)
+            most_s = SAME_WORK * work_s.item(work_s.argmin())
+            rows = rows.take((work_s <= most_s).nonzero()[0])
+        late = self.late.take(rows)
+        return self._longest_ago(rows.take((late == late.item(late.argmax())).nonzero()[0]), draw)
 
     def least_late(self, draw: float) -> tuple[int | None, float]:
         """The index of the least late row, and its lateness; None where no row may be chosen."""
         rows = self.open_rows
         if not len(rows):
             return None, math.inf
-        late = self.late[rows]
-        least = late.min()
-        return self._longest_ago(rows[late == least], draw), float(least)
+        late = self.late.take(rows)
+        least: float = late.item(late.argmin())
+        return self._longest_ago(rows.take((late == least).nonzero()[0]), draw), least
 
     def _longest_ago(self, rows: Ints, draw: float) -> int:
         if len(rows) > 1:
-            last = self.scored.pool.rows.last_chosen[rows]
-            rows = rows[last == last.min()]
+            last = self.scored.pool.rows.last_chosen.take(rows)
+            rows = rows.take((last == last.item(last.argmin())).nonzero()[0])
         return rows.item(int(draw * len(rows)))
 
 
@@ -78,27 +81,32 @@ def judged(scored: ScoredPool) -> Judged | None:
     sla, estimator, late = scored.ask.sla, scored.pool.estimator, None
     is_right = estimator.ttft_basis != "grid" and scored.stage is not Stage.DECODE
     if is_right and sla.ttft_ms is not None and estimator.predicts_prefill:
-        late = (scored.ttft_s + scored.later_s) / max(_LEAST_S, _left_s(scored))
+        late = scored.ttft_s + scored.later_s
+        late /= max(_LEAST_S, _left_s(scored))
     is_right = estimator.itl_basis != "grid"
     if is_right and scored.itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
         itl_late = scored.itl_s / max(_LEAST_S, ITL_SHARE * sla.itl_ms / 1000)
         late = itl_late if late is None else np.maximum(late, itl_late)
     if late is None:
         return None
-    rows, joins_s = scored.pool.rows, None
+    rows, quiet = scored.pool.rows, None
     if scored.itl_s is not None:
         late = np.maximum(late, scored.itl_s / rows.floats("itl_limit_s"))
     if scored.work_s is not None:
-        joins_s = _joins_s(scored)
-        breaks = joins_s > np.maximum(rows.floats("join_slack_s"), 0.0)
+        breaks: Flags | None = None
+        if np.count_nonzero(rows.ints("join_tokens")):
+            joins_s = _joins_s(scored)
+            breaks = joins_s > np.maximum(rows.floats("join_slack_s"), 0.0)
+            quiet = joins_s <= np.maximum(rows.floats("join_quiet_s"), 0.0)
         if scored.stage is Stage.AGG:
-            breaks |= scored.work_s > rows.floats("stall_room_s")
-        if breaks.any():
+            stalls = scored.work_s > rows.floats("stall_room_s")
+            breaks = stalls if breaks is None else breaks | stalls
+        if breaks is not None and np.count_nonzero(breaks):
             late = np.where(breaks, np.maximum(late, 1.0) + scored.work_s, late)
     open_rows = scored.open_rows()
     if open_rows is None:
         open_rows = np.arange(len(late))
-    return Judged(scored, open_rows, late, joins_s)
+    return Judged(scored, open_rows, late, quiet)
 
 
 def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
@@ -115,7 +123,7 @@ def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
             gaps = max(1.0, scored.ask.answer_tokens - 1.0)
             room_s = max(0.0, itl_limit_s - scored.itl_s.item(row)) * gaps
             stall_s = room_s / max(_LEAST_S, scored.rate(row))
-    return work._replace(due_s=due_s, itl_limit_s=itl_limit_s, stall_s=stall_s)
+    return Work(*work[:3], due_s, itl_limit_s, stall_s)
 
 
 def over_s(pools: Iterable[ScoredPool]) -> float:
@@ -137,10 +145,14 @@ def _left_s(scored: ScoredPool) -> float:
 
 
 def _joins_s(scored: ScoredPool) -> Floats:
-    """Seconds by which the prompt makes the last step of each row's queue longer."""
+    """Seconds by which the prompt makes the last step of each row's queue longer: 0 without room in it."""
     pool, rows = scored.pool, scored.pool.rows
     assert scored.work_s is not None
-    new_tokens = np.maximum(1, scored.ask.isl_tokens - pool.cached.cached_tokens)
-    joins_s: Floats = np.minimum(1.0, rows.ints("join_tokens") / new_tokens)
-    joins_s *= scored.work_s * rows.pace * pool.estimator.coefficients.prefill_scale
+    scale = pool.estimator.coefficients.prefill_scale
+    new_tokens = np.maximum(1, scored.ask.isl_tokens - np.array(pool.cached.depths))
+    joins_s: Floats = (scale / new_tokens).take(pool.cached.places)
+    joins_s *= rows.ints("join_tokens")
+    np.minimum(joins_s, scale, out=joins_s)
+    joins_s *= scored.work_s
+    joins_s *= rows.pace
     return joins_s

@@ -184,7 +184,9 @@ def prefill_decision(scene: Scene) -> Callable[[Prompt], Any]:
     ask = RoutingRequest(MODEL, scene.prompts[0].n_tokens, Sla())
 
     def decide(prompt: Prompt) -> Any:
-        return choose_stage(Stage.PREFILL, ask, grid, {"prefill": pool.snapshot(prompt)}, rng=rng)
+        return choose_stage(
+            Stage.PREFILL, ask, grid, {"prefill": pool.snapshot(prompt)}, draw=rng.random()
+        )
 
     return decide
 

@@ -49,7 +49,9 @@ def choice_of(
 ) -> StageChoice:
     pools = {"only": pool_view("only", members, speed=speed)}
     grid = one_cell(stage, "only")
-    return choose_stage(stage, ask(isl_tokens=isl_tokens), grid, pools, rng=random.Random(seed))
+    return choose_stage(
+        stage, ask(isl_tokens=isl_tokens), grid, pools, draw=random.Random(seed).random()
+    )
 
 
 @given(STAGES, FLEETS, SPEEDS, ISL)
@@ -102,7 +104,9 @@ def test_i4_the_same_snapshot_request_and_generator_state_give_the_same_decision
     pools = {"only": pool_view("only", members, speed=speed)}
     grid, asked = one_cell(stage, "only"), ask(isl_tokens=isl_tokens)
     for _ in range(3):
-        one, two = (choose_stage(stage, asked, grid, pools, rng=r) for r in (first, second))
+        one, two = (
+            choose_stage(stage, asked, grid, pools, draw=r.random()) for r in (first, second)
+        )
         assert (one.winner, one.draw, one.top()) == (two.winner, two.draw, two.top())
     assert first.getstate() == second.getstate()
 

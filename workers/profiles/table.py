@@ -158,7 +158,7 @@ class TimingTable:
         The second axis must be in log space. There the log of the seconds is linear in log y
         between two lines, so for each x one straight line a slot of y is kept.
         """
-        if len(x) and x[x.argmax()] > MAX_WHOLE:
+        if len(x) and x.item(x.argmax()) > MAX_WHOLE:
             return self.many(x.astype(np.float64), y)
         if self._whole is None:
             self._whole = self._whole_lines()

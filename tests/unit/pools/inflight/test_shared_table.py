@@ -29,7 +29,9 @@ def decided(stage: Stage, rows: Rows) -> StageChoice:
     n_leases = int(rows.last_chosen.max())
     only = PoolSnapshot("only", ESTIMATOR, rows, nothing_cached(len(rows)), n_leases)
     grid = one_cell(stage, "only")
-    return choose_stage(stage, ask(isl_tokens=700), grid, {"only": only}, rng=random.Random(1))
+    return choose_stage(
+        stage, ask(isl_tokens=700), grid, {"only": only}, draw=random.Random(1).random()
+    )
 
 
 def test_a_decision_is_as_in_a_table_of_one_process_that_has_the_sums(tmp_path: Path) -> None:

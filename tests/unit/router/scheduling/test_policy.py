@@ -31,7 +31,7 @@ STAGES = list(Stage)
 
 def chosen(stage: Stage, *views: RowView, asked: RoutingRequest | None = None) -> StageChoice:
     pools = {"only": pool_view("only", views)}
-    return choose_stage(stage, asked or ask(), one_cell(stage, "only"), pools, rng=rng())
+    return choose_stage(stage, asked or ask(), one_cell(stage, "only"), pools, draw=rng().random())
 
 
 def winner(choice: StageChoice) -> str:
@@ -69,7 +69,9 @@ def test_equals_are_chosen_by_chance_and_fairly(stage: Stage) -> None:
     pools = {"only": pool_view("only", [view("a:1"), view("b:1")])}
     source = random.Random(1)
     grid = one_cell(stage, "only")
-    wins = [winner(choose_stage(stage, ask(), grid, pools, rng=source)) for _ in range(400)]
+    wins = [
+        winner(choose_stage(stage, ask(), grid, pools, draw=source.random())) for _ in range(400)
+    ]
     assert 160 < wins.count("a:1") < 240
 
 
@@ -103,7 +105,7 @@ def test_predictions_are_shown_only_where_the_pool_has_a_profile() -> None:
     nominal = chosen(Stage.AGG, view()).top()[0]
     assert (nominal.predicted_ttft_s, nominal.predicted_itl_s) == (None, None)
     pools = {"only": pool_view("only", [view(queued_s=1.0)], speed=profiled())}
-    choice = choose_stage(Stage.AGG, ask(), one_cell(Stage.AGG, "only"), pools, rng=rng())
+    choice = choose_stage(Stage.AGG, ask(), one_cell(Stage.AGG, "only"), pools, draw=rng().random())
     candidate = choice.top()[0]
     assert candidate.predicted_ttft_s == 1.0 + profiled().frozen.prefill_s(100, 0)
     itl_s = profiled().frozen.itl_s(1, 100)
@@ -117,7 +119,7 @@ def test_another_pool_is_asked_only_when_the_configuration_says_so() -> None:
     }
     for retry, wanted in ((True, "f:1"), (False, "")):
         grid = one_cell(Stage.PREFILL, "fast", "bulk", retry=retry)
-        choice = choose_stage(Stage.PREFILL, ask(), grid, pools, rng=rng())
+        choice = choose_stage(Stage.PREFILL, ask(), grid, pools, draw=rng().random())
         assert winner(choice) == wanted
         assert choice.base_pool == "bulk"
         assert choice.pool == ("fast" if retry else "bulk")
@@ -127,7 +129,7 @@ def test_a_worker_at_its_limit_spills_to_the_faster_pool() -> None:
     full = view("b:1", inflight=1, max_inflight=1)
     pools = {"fast": pool_view("fast", [view("f:1")]), "bulk": pool_view("bulk", [full])}
     grid = one_cell(Stage.DECODE, "fast", "bulk", retry=True)
-    choice = choose_stage(Stage.DECODE, ask(), grid, pools, rng=rng())
+    choice = choose_stage(Stage.DECODE, ask(), grid, pools, draw=rng().random())
     assert winner(choice) == "f:1"
     assert "pool fast is next in the order" in choose_text(choice)
 
@@ -231,7 +233,9 @@ def test_a_worker_whose_last_probe_failed_is_chosen_only_where_no_other_can_be()
 
 def pick(stage: Stage, *views: RowView, n_leases: int = 0) -> StageChoice:
     pools = {"only": pool_view("only", views, speed=profiled(), n_leases=n_leases)}
-    return choose_stage(stage, ask(isl_tokens=9000), one_cell(stage, "only"), pools, rng=rng())
+    return choose_stage(
+        stage, ask(isl_tokens=9000), one_cell(stage, "only"), pools, draw=rng().random()
+    )
 
 
 def test_a_cached_prefix_wins_until_the_queue_outweighs_it() -> None:

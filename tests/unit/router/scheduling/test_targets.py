@@ -40,7 +40,7 @@ def chosen(
     """The choice in one pool of these workers."""
     pools = {"p": pool_view("p", views, speed=SPEED)}
     asked = ask(isl_tokens=ISL, sla=sla, **more)
-    return choose_stage(stage, asked, one_cell(stage, "p"), pools, rng=rng(seed))
+    return choose_stage(stage, asked, one_cell(stage, "p"), pools, draw=rng(seed).random())
 
 
 def queued(*seconds: float, **figures: Any) -> list[RowView]:
@@ -182,7 +182,7 @@ def test_load_decides_among_the_pools_that_a_request_may_spill_to(
 ) -> None:
     pools = pools_with(dict(zip("abc", seconds, strict=True)))
     asked = ask(isl_tokens=ISL, sla=fits(0.1))
-    choice = choose_stage(Stage.PREFILL, asked, spilling(spill), pools, rng=rng())
+    choice = choose_stage(Stage.PREFILL, asked, spilling(spill), pools, draw=rng().random())
     assert (choice.pool, choice.is_met) == (pool, is_met)
     assert choice.worker == f"{pool}:1"
 
@@ -192,7 +192,7 @@ def test_whom_a_rule_has_placed_does_not_spill(spill: str) -> None:
     pools = pools_with({"a": 0.0, "b": 9.0, "c": 0.0})
     grid = spilling(spill, rules=(PriorityRule(5, 9, 1),))
     asked = ask(isl_tokens=ISL, sla=Sla(ttft_ms=fits(0.1).ttft_ms, priority=7))
-    choice = choose_stage(Stage.PREFILL, asked, grid, pools, rng=rng())
+    choice = choose_stage(Stage.PREFILL, asked, grid, pools, draw=rng().random())
     assert (choice.pool, choice.is_met) == ("b", False)
 
 
@@ -224,7 +224,7 @@ def test_only_where_it_is_missed_is_asked_which_other_pool_would_meet_it(
 ) -> None:
     pools = Looked(pools_with(dict(zip("abc", seconds, strict=True))))
     asked = ask(isl_tokens=ISL, sla=fits(0.1))
-    choice = choose_stage(Stage.PREFILL, asked, spilling(spill), pools, rng=rng())
+    choice = choose_stage(Stage.PREFILL, asked, spilling(spill), pools, draw=rng().random())
     assert "".join(pools.names) == looked_at
     assert "".join(choice.would_meet) == would_meet
     assert set(choice.would_meet) & {scored.pool.name for scored in choice.scored} == set()
@@ -235,13 +235,15 @@ def test_pools_that_cost_the_same_are_tried_in_the_order_of_the_cell() -> None:
     asked = ask(isl_tokens=ISL, sla=fits(0.1))
     for seconds, pool in (((0, 0, 0), "c"), ((0, 0, 9), "b"), ((0, 9, 9), "a")):
         pools = pools_with(dict(zip("abc", map(float, seconds), strict=True)))
-        choice = choose_stage(Stage.PREFILL, asked, grid, pools, rng=rng())
+        choice = choose_stage(Stage.PREFILL, asked, grid, pools, draw=rng().random())
         assert (choice.pool, choice.is_met) == (pool, True)
 
 
 def test_without_a_target_a_request_goes_where_the_grid_says() -> None:
     pools = pools_with({"a": 0.0, "b": 0.0, "c": 9.0})
-    choice = choose_stage(Stage.PREFILL, ask(isl_tokens=ISL), spilling("any"), pools, rng=rng())
+    choice = choose_stage(
+        Stage.PREFILL, ask(isl_tokens=ISL), spilling("any"), pools, draw=rng().random()
+    )
     assert (choice.pool, choice.is_met) == ("c", None)
 
 
@@ -249,7 +251,7 @@ def test_a_pool_without_a_profile_is_chosen_as_the_grid_says() -> None:
     blind = pool_view("c", [view("c0:1", queued_s=9.0), view("c1:1", queued_s=8.0)])
     pools = pools_with({"a": 0.0, "b": 0.0}) | {"c": blind}
     asked = ask(isl_tokens=ISL, sla=fits(0.1))
-    choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, rng=rng())
+    choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, draw=rng().random())
     assert (choice.pool, choice.row, choice.is_met) == ("c", 1, None)
 
 
@@ -261,7 +263,7 @@ def off(pool: PoolSnapshot, **bases: str) -> PoolSnapshot:
 def chosen_of(pools: Mapping[str, PoolSnapshot], spill: str) -> tuple[str, bool | None, str]:
     """The pool of a request that has to be served at once, whether it is met, and the choice in words."""
     asked = ask(isl_tokens=ISL, sla=fits(0.0))
-    choice = choose_stage(Stage.PREFILL, asked, spilling(spill), pools, rng=rng())
+    choice = choose_stage(Stage.PREFILL, asked, spilling(spill), pools, draw=rng().random())
     return choice.pool, choice.is_met, explained(Decision(asked, (choice,)))
 
 
@@ -296,12 +298,12 @@ def test_an_aggregated_pool_is_judged_by_the_latency_whose_predictions_are_right
     for itl_ms, is_met in ((1000.0, True), (0.001, False)):
         asked = ask(isl_tokens=ISL, sla=Sla(ttft_ms=0.001, itl_ms=itl_ms))
         grid = one_cell(Stage.AGG, "p")
-        choice = choose_stage(Stage.AGG, asked, grid, {"p": pool}, rng=rng())
+        choice = choose_stage(Stage.AGG, asked, grid, {"p": pool}, draw=rng().random())
         assert choice.is_met is is_met
         scored = score_pool(Stage.AGG, asked, pool)
         assert promised(scored, 0, scored.work(0), 0.0).due_s == math.inf
     pool = off(pool, itl_basis="grid")
-    choice = choose_stage(Stage.AGG, asked, grid, {"p": pool}, rng=rng())
+    choice = choose_stage(Stage.AGG, asked, grid, {"p": pool}, draw=rng().random())
     assert choice.is_met is None
 
 
@@ -309,9 +311,9 @@ def test_a_full_pool_leaves_the_request_to_the_next_one() -> None:
     full = view("c:1", inflight=1, max_inflight=1)
     pools = pools_with({"a": 0.0, "b": 0.0}) | {"c": pool_view("c", [full], speed=SPEED)}
     asked = ask(isl_tokens=ISL, sla=fits(0.1))
-    choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, rng=rng())
+    choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, draw=rng().random())
     assert (choice.pool, choice.is_met) == ("b", True)
-    choice = choose_stage(Stage.PREFILL, asked, spilling("none"), pools, rng=rng())
+    choice = choose_stage(Stage.PREFILL, asked, spilling("none"), pools, draw=rng().random())
     assert (choice.pool, choice.is_met) == ("b", None), "its list is for want of workers, too"
 
 

@@ -249,7 +249,7 @@ def test_score_06_the_queue_limit_counts_where_the_prefix_is_too() -> None:
             ask(isl_tokens=8192),
             of.grids[Stage.PREFILL],
             {"prefill": replace(view, cached=cached_of(depths, depths))},
-            rng=rng(),
+            draw=rng().random(),
         )
         assert choice.winner is not None
         return choice.winner.view.address
