@@ -136,9 +136,9 @@ class EngineQueue:
             slack_s = math.inf  # it is late anyway
         if room:
             joins_s = work.work_s * min(1.0, room / n_tokens)
+            self._ends_in_tail = [each for each in self._ends_in_tail if not each.is_computed]
             for other in self._ends_in_tail:
-                if not other.is_computed:
-                    other.joined_s += joins_s
+                other.joined_s += joins_s
         if n_tokens <= room:
             self.join_tokens = room - n_tokens
             self.join_slack_s = min(slack_s, self.join_slack_s - own_s)

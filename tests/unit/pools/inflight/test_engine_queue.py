@@ -2,6 +2,8 @@
 
 import math
 import random
+import sys
+from types import FrameType
 
 import pytest
 
@@ -227,6 +229,24 @@ def test_a_prompt_that_is_computed_is_joined_by_nothing() -> None:
     queue.add_prompt(held[2], 0.001, RATE)
     assert held[0].joined_s == joined_s
     assert held[1].joined_s == held[2].work.work_s
+
+
+def test_prompts_that_are_computed_cost_later_ones_nothing() -> None:
+    """Of a hundred short ones each is computed before the next one comes, behind one that is not."""
+    queue = EngineQueue()
+    queue.step_tokens = 1000
+    queue.add_prompt(prompt(1), 0.0, RATE)
+    n_calls = [0]
+
+    def count(_frame: FrameType, event: str, _arg: object) -> None:
+        n_calls[0] += event == "call"
+
+    sys.setprofile(count)
+    for _ in range(100):
+        queue.add_prompt(held := prompt(1), 0.0, RATE)
+        queue.end_prompt(held, 0.0, RATE, 1)
+    sys.setprofile(None)
+    assert n_calls[0] < 100 * 20
 
 
 def test_within_its_slack_a_step_gets_longer_and_nobody_is_late() -> None:
