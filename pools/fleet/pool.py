@@ -64,7 +64,7 @@ class Lease:
         if self._prefill_open:
             self._prefill_open = False
             member = self.member
-            member.ranks.table.end_prefill(self.row, self.held)
+            member.ranks.table.end_prefill(self.row, self.held, is_computed=True)
             # A prompt that was all cached leaves no event to wait for.
             member.n_served += self.work.prefill_tokens >= max(1, member.capacity.block_tokens)
             self.on_prefill_end(processed=True)

@@ -122,8 +122,8 @@ class SharedTable(LoadTable):
         return held
 
     @override
-    def end_prefill(self, row: int, held: Held) -> None:
-        super().end_prefill(row, held)
+    def end_prefill(self, row: int, held: Held, *, is_computed: bool = False) -> None:
+        super().end_prefill(row, held, is_computed=is_computed)
         self._show(row)
 
     @override

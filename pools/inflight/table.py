@@ -312,6 +312,7 @@ class LoadTable:
     def forget_pace(self, row: int) -> None:
         """Take a row to be as fast as its pool: its worker has restarted."""
         self._paces[row] = self._float[PACE][row] = 1.0
+        self._queues[row].forget_rate()
 
     def set_foreign_load(self, row: int, load: tuple[int, float] | None) -> None:
         """Set a row's foreign load: requests, and predicted prefill seconds; None: not known."""
@@ -350,16 +351,22 @@ class LoadTable:
             self._show_queue(row, queue)
         return held
 
-    def end_prefill(self, row: int, held: Held) -> None:
-        """Take a lease's prompt out of the queue of a row: it is processed, or never will be."""
+    def end_prefill(self, row: int, held: Held, *, is_computed: bool = False) -> None:
+        """Take a lease's prompt out of the queue of a row: it is computed, or never will be."""
         work = held.work
         if not work.prefill_tokens:
             return
         self._n_prompts -= 1
         queued = self._int[QUEUED_TOKENS]
         left_tokens = queued[row] = queued[row] - work.prefill_tokens
-        queue, rate = self._queues[row], self.scale * self._float[PACE][row]
-        queue.end_prompt(held, self.now_s(), rate, left_tokens)
+        queue, now_s, scale = self._queues[row], self.now_s(), self.scale
+        paces = self._float[PACE]
+        if is_computed and scale > 0.0 and not self._int[FOREIGN_REQUESTS][row]:
+            pace = queue.learn_rate(held, now_s, scale) / scale
+            pace = MAX_PACE if pace > MAX_PACE else 1 / MAX_PACE if pace < 1 / MAX_PACE else pace
+            self._paces[row] = pace
+            paces[row] = int(pace / PACE_STEP + 0.5) * PACE_STEP
+        queue.end_prompt(held, now_s, scale * paces[row], left_tokens)
         self._show_queue(row, queue)
         if self._int[UNAVAILABLE][row]:
             self._derive_unavailable(row)

@@ -102,13 +102,7 @@ def _learn_prefill(prefilled: Prefilled, fleet: Fleet) -> None:
     before, rows = scored.pool.estimator, scored.pool.rows
     own_s = before.work_s(choice.ask.isl_tokens - cached_tokens, cached_tokens)
     own_s = rows.pace.item(row) * (own_s + prefilled.joined_s)
-    queued_s, learnt = scored.waiting_s(row), before.learnt
-    estimator.observe_first_response(own_s, prefilled.seconds, queued_s=queued_s)
-    predicted_s = learnt.prefill_offset_s + learnt.prefill_scale * (own_s + queued_s)
-    if predicted_s > 0.0 and own_s > 0.0:
-        weight = own_s / (own_s + queued_s)
-        factor = prefilled.seconds / predicted_s
-        pool.table.observe_pace(row, rows.names[row], factor, weight)
+    estimator.observe_first_response(own_s, prefilled.seconds, queued_s=scored.waiting_s(row))
 
 
 def _member(choice: StageChoice, pool: Pool | None, fleet: Fleet) -> Member | None:
