@@ -424,6 +424,7 @@ class PoolLook(google.protobuf.message.Message):
     COEFFICIENTS_FIELD_NUMBER: builtins.int
     TTFT_BASIS_FIELD_NUMBER: builtins.int
     ITL_BASIS_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     name: builtins.str
     leases: builtins.int
     """all that were ever taken in it"""
@@ -435,6 +436,10 @@ class PoolLook(google.protobuf.message.Message):
     """
     @property
     def coefficients(self) -> Global___Coefficients: ...
+    @property
+    def kept(self) -> Global___KeptRoom:
+        """absent: the pool kept no room for protected classes"""
+
     def __init__(
         self,
         *,
@@ -443,11 +448,44 @@ class PoolLook(google.protobuf.message.Message):
         coefficients: Global___Coefficients | None = ...,
         ttft_basis: builtins.str = ...,
         itl_basis: builtins.str = ...,
+        kept: Global___KeptRoom | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["coefficients", b"coefficients"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["coefficients", b"coefficients", "itl_basis", b"itl_basis", "leases", b"leases", "name", b"name", "ttft_basis", b"ttft_basis"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_kept", b"_kept", "coefficients", b"coefficients", "kept", b"kept"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_kept", b"_kept", "coefficients", b"coefficients", "itl_basis", b"itl_basis", "kept", b"kept", "leases", b"leases", "name", b"name", "ttft_basis", b"ttft_basis"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_kept", b"_kept"]) -> typing.Literal["kept"] | None: ...
 
 Global___PoolLook: typing_extensions.TypeAlias = PoolLook
+
+@typing.final
+class KeptRoom(google.protobuf.message.Message):
+    """What had to stay free of requests that are not of a protected class."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: builtins.int
+    TTFT_S_FIELD_NUMBER: builtins.int
+    ITL_S_FIELD_NUMBER: builtins.int
+    rows: builtins.int
+    """so many rows need the room below"""
+    ttft_s: builtins.float
+    """seconds that the queue of a row may take; absent: any"""
+    itl_s: builtins.float
+    """seconds that a decode step with one more request may take; absent: any"""
+    def __init__(
+        self,
+        *,
+        rows: builtins.int = ...,
+        ttft_s: builtins.float | None = ...,
+        itl_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "itl_s", b"itl_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "itl_s", b"itl_s", "rows", b"rows", "ttft_s", b"ttft_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_itl_s", b"_itl_s"]) -> typing.Literal["itl_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ttft_s", b"_ttft_s"]) -> typing.Literal["ttft_s"] | None: ...
+
+Global___KeptRoom: typing_extensions.TypeAlias = KeptRoom
 
 @typing.final
 class StageChoice(google.protobuf.message.Message):
@@ -477,6 +515,8 @@ class StageChoice(google.protobuf.message.Message):
     LATER_S_FIELD_NUMBER: builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: builtins.int
     WOULD_MEET_FIELD_NUMBER: builtins.int
+    PROTECTED_FIELD_NUMBER: builtins.int
+    YIELDS_FIELD_NUMBER: builtins.int
     stage: Global___Stage.ValueType
     base_pool: builtins.str
     """what the grid cell says"""
@@ -503,6 +543,12 @@ class StageChoice(google.protobuf.message.Message):
     """predicted from the stage's first response to the first token"""
     answer_tokens: builtins.float
     """that the answer was expected to have at least"""
+    protected: builtins.bool
+    """targets, but that the request may not use
+    the request is of a protected class
+    """
+    yields: builtins.bool
+    """it waits for a worker with nothing else to do, rather than be late"""
     @property
     def cell(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """grid index: row, column (or layer, row, column)"""
@@ -560,9 +606,11 @@ class StageChoice(google.protobuf.message.Message):
         later_s: builtins.float = ...,
         answer_tokens: builtins.float = ...,
         would_meet: collections.abc.Iterable[builtins.str] | None = ...,
+        protected: builtins.bool = ...,
+        yields: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_is_met", b"_is_met", "_pairing", b"_pairing", "_rank", b"_rank", "is_met", b"is_met", "pairing", b"pairing", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_is_met", b"_is_met", "_pairing", b"_pairing", "_rank", b"_rank", "answer_tokens", b"answer_tokens", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "config_version", b"config_version", "draw", b"draw", "elapsed_s", b"elapsed_s", "excluded_workers", b"excluded_workers", "is_met", b"is_met", "later_s", b"later_s", "overridden", b"overridden", "pairing", b"pairing", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker", "would_meet", b"would_meet"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_is_met", b"_is_met", "_pairing", b"_pairing", "_rank", b"_rank", "answer_tokens", b"answer_tokens", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "config_version", b"config_version", "draw", b"draw", "elapsed_s", b"elapsed_s", "excluded_workers", b"excluded_workers", "is_met", b"is_met", "later_s", b"later_s", "overridden", b"overridden", "pairing", b"pairing", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "protected", b"protected", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker", "would_meet", b"would_meet", "yields", b"yields"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_is_met", b"_is_met"]) -> typing.Literal["is_met"] | None: ...
     @typing.overload

@@ -10,6 +10,7 @@ from slagate.pools.estimator.estimator import Estimator, FrozenEstimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.kept_room import KeptRoom, RoomKeeper
 from slagate.pools.inflight.row_view import RowView
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import DOWN, LoadTable, Rows
@@ -31,6 +32,7 @@ class PoolSnapshot(msgspec.Struct, frozen=True, gc=False, eq=False):
     rows: Rows
     cached: Cached
     n_leases: int  # all that were ever taken, `last_chosen` of the newest
+    kept: KeptRoom | None = None  # for protected classes; None: none
 
     def view(self, row: int) -> RowView:
         """The figures of one row as plain values, with what it has cached of the prompt."""
@@ -118,6 +120,7 @@ class Pool:
         self.members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
         self._newest_lease = 0  # its number
+        self.room: RoomKeeper | None = None  # None: no protected request came yet
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -187,7 +190,10 @@ class Pool:
         newest = self._newest_lease
         if self.table.is_shared:
             newest = max(newest, int(rows.last_chosen.max(initial=0)))
-        return PoolSnapshot(self.name, estimator, rows, cached, newest)
+        kept = None
+        if self.room is not None:
+            kept = self.room.kept(self._now_s(), n_rows - rows.counts.n_left)
+        return PoolSnapshot(self.name, estimator, rows, cached, newest, kept)
 
     def follower(
         self, member: Member, worker: Worker, *, scheduler: CooperativeScheduler, rng: random.Random

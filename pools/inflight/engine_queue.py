@@ -18,9 +18,9 @@ QUIET_SHARE = 0.2
 JOIN_S = 0.002
 """An idle engine begins a step so long after it was given something: what comes together is one step."""
 
-KEEP, DOUBT, LEAST_DOUBT_S = 0.9, 2.0, 0.1
-"""How much of what is known of an engine's rate is left at the next prompt, and how much it has to outweigh:
-the rate of its pool counts like so many prompts, and at least like so many seconds of work."""
+KEEP, DOUBT, LEAST_DOUBT_S = 0.95, 1.0, 0.1
+"""How much of what is known of an engine's rate is left at the next prompt; beside it the rate of its pool
+counts like so many prompts, and at least like so many seconds of work."""
 
 
 class Work(NamedTuple):
@@ -97,7 +97,9 @@ class EngineQueue:
         self._computed_s = 0.0  # of those that have ended
         # How fast the engine is: seconds in which it had prompts, and the work that it did in them.
         self._busy_s = self._busy_work_s = 0.0
-        self._last_end_s = 0.0  # when it began the first of its prompts, or ended the one before that
+        self._last_end_s = (
+            0.0  # when it began the first of its prompts, or ended the one before that
+        )
 
     def done_s(self, now_s: float, rate: float) -> float:
         """Work done of what is in `queued_s`, as far as can be known."""

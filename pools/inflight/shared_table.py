@@ -123,6 +123,8 @@ class SharedTable(LoadTable):
 
     @override
     def end_prefill(self, row: int, held: Held, *, is_computed: bool = False) -> None:
+        # Between prompts of others the rate of the worker cannot be told.
+        is_computed = is_computed and not self._others().counts[QUEUED_TOKENS][row]
         super().end_prefill(row, held, is_computed=is_computed)
         self._show(row)
 

@@ -295,17 +295,17 @@ class LoadTable:
             self._float[FIGURE_INDEX[name]][row] = value
         self._derive(row)
 
-    def observe_pace(
-        self, row: int, name: tuple[str, int | None], factor: float, weight: float = 1.0
-    ) -> None:
+    def observe_pace(self, row: int, name: tuple[str, int | None], factor: float) -> None:
         """Learn that a row took `factor` times what was predicted, if it still is that of `name`.
+
+        For decode; the pace of prefill is measured, see `end_prefill`.
 
         The pool's estimator learns what its workers have in common, so a pace is drawn to 1; it is told in
         steps of `PACE_STEP`, since workers that are alike have to look alike.
         """
         if self.names[row] == name and factor > 0.0:
             step = min(MAX_PACE_FACTOR, max(1 / MAX_PACE_FACTOR, factor))
-            pace = self._paces[row] ** PACE_HOLD * step ** (PACE_GAIN * weight)
+            pace = self._paces[row] ** PACE_HOLD * step**PACE_GAIN
             pace = self._paces[row] = min(MAX_PACE, max(1 / MAX_PACE, pace))
             self._float[PACE][row] = round(pace / PACE_STEP) * PACE_STEP
 

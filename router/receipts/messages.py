@@ -1,11 +1,13 @@
 """Decisions on the wire: cut to a few candidates for a trailer, or with all that they were made from."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 from msgspec.structs import asdict
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.kept_room import KeptRoom
 from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.table import UNLIMITED
 from slagate.proto import gateway_pb2 as gw
@@ -141,6 +143,8 @@ def _choice_message(choice: StageChoice, shown: Iterable[ScoredRow]) -> gw.Stage
         elapsed_s=choice.ask.elapsed_s,
         later_s=choice.won.later_s,
         answer_tokens=choice.ask.answer_tokens,
+        protected=choice.ask.is_protected,
+        yields=choice.ask.yields,
         would_meet=choice.would_meet,
     )
 
@@ -183,4 +187,10 @@ def _pool_look(pool: PoolSnapshot) -> gw.PoolLook:
         coefficients=gw.Coefficients(**asdict(estimator.coefficients)),
         ttft_basis=estimator.ttft_basis,
         itl_basis=estimator.itl_basis,
+        kept=None if pool.kept is None else _kept_message(pool.kept),
     )
+
+
+def _kept_message(kept: KeptRoom) -> gw.KeptRoom:
+    ttft_s, itl_s = (None if s == math.inf else s for s in (kept.ttft_s, kept.itl_s))
+    return gw.KeptRoom(rows=kept.n_rows, ttft_s=ttft_s, itl_s=itl_s)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slagate.pools.fleet.pool import PoolSnapshot
+from slagate.pools.inflight.kept_room import KeptRoom
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.row_view import RowView, State
 from slagate.pools.inflight.table import UNLIMITED, rows_of
@@ -159,6 +160,8 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision, *, by_targets: bool) -
         excluded=frozenset(recorded.excluded_workers),
         elapsed_s=recorded.elapsed_s,
         answer_tokens=recorded.answer_tokens,
+        is_protected=recorded.protected,
+        yields=recorded.yields,
         by_targets=by_targets,
     )
 
@@ -210,8 +213,24 @@ def _pools(
             rows_of(rows),
             cached_of(device_tokens, device_tokens + host_tokens),
             look.leases,
+            _kept(where, look),
         )
     return pools
+
+
+def _kept(where: str, look: gw.PoolLook) -> KeptRoom | None:
+    """The room that the pool kept for protected classes."""
+    if not look.HasField("kept"):
+        return None
+    kept = look.kept
+    for name in ("ttft_s", "itl_s"):
+        if not math.isfinite(getattr(kept, name)):
+            raise UnusableReceipt(f"{where}.kept.{name}: must be a finite number")
+    return KeptRoom(
+        kept.rows,
+        kept.ttft_s if kept.HasField("ttft_s") else math.inf,
+        kept.itl_s if kept.HasField("itl_s") else math.inf,
+    )
 
 
 def _pairing(place: str, recorded: gw.StageChoice, keys: Sequence[PairKey]) -> Pairing | None:

@@ -16,6 +16,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.fleet_file.models import ANY_CLASS, AdmissionMode, default_for
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.kept_room import RoomKeeper
 from slagate.pools.inflight.row_view import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw
@@ -24,7 +25,7 @@ from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER
 from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision, StageChoice, choose
 from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, RoutingRequest
-from slagate.router.scheduling.targets import over_s, promised
+from slagate.router.scheduling.targets import busy_s, note_protected, over_s, promised
 from slagate.router.scheduling.wait_queue import (
     MAX_HINT_S,
     MIN_HINT_S,
@@ -117,6 +118,7 @@ class Dispatcher:
         if mode != self._admission:
             log.info("admission.changed", extra={"from": self._admission, "to": mode})
             self._admission = mode
+            self.step()  # relegated requests wait only while it is on
 
     def explain(self, ask: RoutingRequest, prompt: Prompt | None = None) -> Decision:
         """The decision that `submit` would make now; no lease is taken. Raises like `submit`."""
@@ -217,17 +219,29 @@ class Dispatcher:
         fleet = self.fleet
         if not fleet.serves(ask.model):
             raise self._unserved(ask.model)
-        sla = ask.sla
+        sla, is_protected, yields = ask.sla, False, False
         if fleet.objectives:
             sla = sla.with_defaults(fleet.objectives)
             if sla.is_unlisted:
                 self._note_class(sla.objective)
+            objective = default_for(fleet.objectives, sla.objective)
+            if objective is not None and objective.policy != "shed":
+                is_protected = objective.policy == "protect"
+                # A retry was admitted when it came, and its client may have waited for long.
+                yields = not is_protected and self._admission == "on" and not sla.is_final
         if sla.ttft_ms == 0 or sla.itl_ms == 0:
             sla = sla.with_edges(fleet.grids.values())
         answer_tokens = fleet.answers.short_tokens(sla.objective)
         if ask.max_tokens is not None:
             answer_tokens = min(ask.max_tokens, answer_tokens)
-        ask = replace(ask, sla=sla, elapsed_s=elapsed_s, answer_tokens=answer_tokens)
+        ask = replace(
+            ask,
+            sla=sla,
+            elapsed_s=elapsed_s,
+            answer_tokens=answer_tokens,
+            is_protected=is_protected,
+            yields=yields,
+        )
         grids = fleet.grids
         if stages is not None:
             gone = ", ".join(stage.value for stage in stages if stage not in grids)
@@ -257,6 +271,8 @@ class Dispatcher:
             why = misses(pending.decision)
             pending.settle(Overloaded(why, retry_after_ms=self._drain_ms(choices)))
             return
+        if pending.decision.ask.is_protected:
+            self._keep_room(choices)
         leases: dict[Stage, Lease] = {}
         try:
             for choice in choices:
@@ -276,6 +292,17 @@ class Dispatcher:
             raise
         pending.settle(Assignment(pending.decision, leases))
 
+    def _keep_room(self, choices: Iterable[StageChoice]) -> None:
+        """Let the pools learn how much room a protected request needs."""
+        for choice in choices:
+            for scored in choice.scored:
+                pool = self.fleet.pools[scored.pool.name]
+                pool.room = pool.room or RoomKeeper()
+                note_protected(scored, pool.room)
+                if scored is choice.won:
+                    assert choice.row is not None
+                    pool.room.add_busy(busy_s(scored, choice.row), self._now_s())
+
     def _judged(self, decision: Decision) -> Decision:
         """The decision, with what becomes of a request that is predicted to miss its targets."""
         if decision.is_met is not False:
@@ -283,8 +310,9 @@ class Dispatcher:
         sla, mode, objectives = decision.ask.sla, self._admission, self.fleet.objectives
         objective = default_for(objectives, sla.objective)
         is_shed = objective is None or objective.policy == "shed"
-        # A retry was admitted when it came, and its client may have waited for long.
-        if mode == "off" or not is_shed or sla.is_final:
+        if decision.ask.yields:
+            admission = "relegated"
+        elif mode == "off" or not is_shed or sla.is_final:
             admission = "served"
         else:
             admission = "refused" if mode == "on" else "shadow"

@@ -26,6 +26,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.pairs import Pairing, partners, with_worker
 from slagate.router.scheduling.score import (
+    YIELDS,
     RoutingRequest,
     ScoredPool,
     ScoredRow,
@@ -36,7 +37,7 @@ from slagate.router.scheduling.targets import judged
 
 NO_CONFIG = gw.GatewayConfig()
 
-MISSES = ("refused", "shadow", "served")
+MISSES = ("refused", "shadow", "served", "relegated")
 """What becomes of a request that is predicted to miss its targets; `shadow`: served, counted as refused."""
 
 TARGETS = ("ttft_ms", "itl_ms")
@@ -105,7 +106,10 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     @property
     def reasons(self) -> set[str]:
         """Every reason for which some row, of any pool that was looked at, may not be chosen."""
-        return set().union(*(each.reasons for each in self.scored))
+        found = set().union(*(each.reasons for each in self.scored))
+        if self.row is None and self.is_met is False:
+            found.add(YIELDS)
+        return found
 
     def top(self, n: int | None = None) -> list[ScoredRow]:
         """The winner, then the other rows of all pools looked at, best first; at most `n`, None: all."""
@@ -324,8 +328,8 @@ def choose_stage(
         name, row, is_met = _by_targets(place, pools, score, scored, draw)
         if is_met is False and row is not None and says_elsewhere:
             would_meet = _would_meet(grid, pools, score, scored)
-    if row is None:
-        is_met = None  # nothing is predicted, or no row may be chosen
+    if row is None and is_met is None:
+        # Nothing is predicted, or no row may be chosen.
         for name in place.order:
             if name not in scored:
                 scored[name] = score(pools[name])
@@ -391,12 +395,12 @@ def _by_targets(
 ) -> tuple[str, int | None, bool | None]:
     """The first pool of its spill in which the request is predicted to meet its targets, and its row.
 
-    Else the pool and row where it is the least late. The last value says which of both it is; None: nothing
-    is predicted in the first pool of the order, or in one of the others while it misses in the rest. What
-    is looked at is added to `scored`.
+    Else the pool and row where it is the least late; no row where it waits instead. The last value says
+    which of both it is; None: nothing is predicted in the first pool of the order, or in one of the others
+    while it misses in the rest. What is looked at is added to `scored`.
     """
     least_late, late_name, late_row = math.inf, place.order[0], None
-    is_judged = True
+    is_judged, is_open = True, False
     for name in place.spill:
         scored[name] = score(pools[name])
         of_pool = judged(scored[name])
@@ -408,10 +412,14 @@ def _by_targets(
         row = of_pool.fullest(draw)
         if row is not None:
             return name, row, True
+        is_open |= len(of_pool.open_rows) > 0
         row, late = of_pool.least_late(draw)
         if late < least_late:
             least_late, late_name, late_row = late, name, row
-    return (late_name, late_row, False) if is_judged else (late_name, None, None)
+    if not is_judged:
+        return late_name, None, None
+    yields = is_open and scored[late_name].ask.yields
+    return late_name, late_row, None if late_row is None and not yields else False
 
 
 def _target(axis: AnyAxis, sla: Sla) -> LatencyTarget:

@@ -41,7 +41,10 @@ STARVED_ROUNDS = 10
 AT_LIMIT = "at its limit"
 QUEUE_AT_LIMIT = "at its limit of queued prompt tokens"
 KV_AT_LIMIT = "at its limit of KV cache"
-LIMITS = frozenset({AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT, TAKERS_AT_LIMIT, State.JOINING.value})
+YIELDS = "busy with what comes before a relegated request"
+LIMITS = frozenset(
+    {AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT, TAKERS_AT_LIMIT, YIELDS, State.JOINING.value}
+)
 """Reasons that pass by themselves, so that it is worth waiting. A joining worker is known in a moment."""
 
 _FEW = 12
@@ -83,6 +86,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     by_targets: bool = True  # whether its targets decide between pools and between workers
     max_tokens: int | None = None  # of the answer, as the client says
     answer_tokens: float = 256.0  # that it will have at least, as most of its class do
+    is_protected: bool = False  # room is kept for its class
+    yields: bool = False  # rather than be late it waits until a worker has nothing else to do
 
 
 class ScoredRow(msgspec.Struct, frozen=True, gc=False):

@@ -5,11 +5,12 @@
 
 A row where it would break what was promised to others is none that it fits: their decode steps may not take
 longer than their ITL targets allow, nor their answers wait longer for its prompt, nor may it join a step in
-which a prompt would then be late.
+which a prompt would then be late. Nor is one that has to stay free for protected classes, see `kept_room`,
+unless the request is of one.
 
 Of the rows that fit, those where it costs no more than `SAME_WORK` times the least work are as good, and of
 them the fullest is taken, so that room for large and urgent requests is left on the others. Where nothing
-fits, the least late row is.
+fits, the least late row is. A relegated request then takes a row with nothing else to do, or none.
 """
 
 import math
@@ -20,6 +21,8 @@ import numpy as np
 
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.kept_room import KeptRoom, RoomKeeper
+from slagate.pools.inflight.row_view import READY
 from slagate.pools.inflight.table import Flags, Floats, Ints
 from slagate.router.scheduling.score import ScoredPool
 
@@ -39,6 +42,7 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
     open_rows: Ints  # indices of those that may be chosen
     late: Floats  # f64[n_rows], above 1 where it does not fit: how much of a target it takes
     quiet: Flags | None  # bool[n_rows], where it delays nobody much; None: everywhere
+    harms: Flags | None  # bool[n_rows], where it breaks a promise or takes kept room; None: nowhere
 
     def fullest(self, draw: float) -> int | None:
         """The index of the row to take among those that fit; `draw` in [0, 1) chooses between equals."""
@@ -58,13 +62,25 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self._longest_ago(rows.take((late == late.item(late.argmax())).nonzero()[0]), draw)
 
     def least_late(self, draw: float) -> tuple[int | None, float]:
-        """The index of the least late row, and its lateness; None where no row may be chosen."""
+        """The index of the least late row, and its lateness; None where it takes none."""
         rows = self.open_rows
         if not len(rows):
             return None, math.inf
+        if self.scored.ask.yields:
+            rows = self._idle(rows)
+            if not len(rows):
+                return None, math.inf
         late = self.late.take(rows)
         least: float = late.item(late.argmin())
         return self._longest_ago(rows.take((late == least).nonzero()[0]), draw), least
+
+    def _idle(self, rows: Ints) -> Ints:
+        """Those of some rows with nothing in their queues, where the request does no harm."""
+        if self.harms is not None:
+            rows = rows[~self.harms[rows]]
+        if self.scored.work_s is not None:
+            rows = rows[self.scored.pool.rows.load_s[rows] <= 0.0]
+        return rows
 
     def _longest_ago(self, rows: Ints, draw: float) -> int:
         if len(rows) > 1:
@@ -90,23 +106,54 @@ def judged(scored: ScoredPool) -> Judged | None:
     if late is None:
         return None
     rows, quiet = scored.pool.rows, None
+    harms: Flags | None = None
     if scored.itl_s is not None:
         late = np.maximum(late, scored.itl_s / rows.floats("itl_limit_s"))
     if scored.work_s is not None:
-        breaks: Flags | None = None
         if np.count_nonzero(rows.ints("join_tokens")):
             joins_s = _joins_s(scored)
-            breaks = joins_s > np.maximum(rows.floats("join_slack_s"), 0.0)
+            harms = joins_s > np.maximum(rows.floats("join_slack_s"), 0.0)
             quiet = joins_s <= np.maximum(rows.floats("join_quiet_s"), 0.0)
         if scored.stage is Stage.AGG:
             stalls = scored.work_s > rows.floats("stall_room_s")
-            breaks = stalls if breaks is None else breaks | stalls
-        if breaks is not None and np.count_nonzero(breaks):
-            late = np.where(breaks, np.maximum(late, 1.0) + scored.work_s, late)
+            harms = stalls if harms is None else harms | stalls
+    if scored.pool.kept is not None and not scored.ask.is_protected:
+        takes = _takes_kept(scored, scored.pool.kept)
+        harms = takes if harms is None else harms | takes
+    if harms is not None and np.count_nonzero(harms):
+        more_s = scored.score_s if scored.work_s is None else scored.work_s
+        late = np.where(harms, np.maximum(late, 1.0) + more_s, late)
     open_rows = scored.open_rows()
     if open_rows is None:
         open_rows = np.arange(len(late))
-    return Judged(scored, open_rows, late, quiet)
+    return Judged(scored, open_rows, late, quiet, harms)
+
+
+def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:
+    """Tell the keeper of a pool's room what a protected request needs there."""
+    sla = scored.ask.sla
+    if scored.work_s is not None and sla.ttft_ms is not None:
+        rows = scored.pool.rows
+        own_s = (scored.work_s * rows.pace).min(initial=math.inf)
+        own_s *= scored.pool.estimator.coefficients.prefill_scale
+        room.note_ttft(_left_s(scored) - scored.later_s, float(own_s))
+    if scored.itl_s is not None and sla.itl_ms is not None:
+        room.note_itl(ITL_SHARE * sla.itl_ms / 1000)
+
+
+def busy_s(scored: ScoredPool, row: int) -> float:
+    """Seconds for which a request keeps a row busy: with its prompt, and with its part of a full batch."""
+    found = 0.0
+    if scored.work_s is not None:
+        found = scored.work_s.item(row) * scored.rate(row)
+    if scored.itl_s is not None and scored.ask.sla.itl_ms is not None:
+        limit_s, isl_tokens = ITL_SHARE * scored.ask.sla.itl_ms / 1000, scored.ask.isl_tokens
+        of = scored.pool.estimator
+        alone_s = of.itl_s(1, isl_tokens)
+        each_s = max(_LEAST_S, of.itl_s(2, isl_tokens) - alone_s)
+        full = 1.0 + max(0.0, limit_s - alone_s) / each_s
+        found += limit_s * scored.ask.answer_tokens / full
+    return found
 
 
 def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
@@ -142,6 +189,21 @@ def _left_s(scored: ScoredPool) -> float:
     sla = scored.ask.sla
     assert sla.ttft_ms is not None
     return TTFT_SHARE * sla.ttft_ms / 1000 - scored.ask.elapsed_s
+
+
+def _takes_kept(scored: ScoredPool, kept: KeptRoom) -> Flags:
+    """Where the request would take room while no more than `kept.n_rows` rows have it, bool[n_rows]."""
+    rows, of = scored.pool.rows, scored.pool.estimator
+    has_room, takes = rows.states == READY, np.zeros(len(rows), dtype=np.bool_)
+    if scored.work_s is not None:
+        has_room &= rows.load_s * of.coefficients.prefill_scale <= kept.ttft_s
+        takes |= scored.ttft_s > kept.ttft_s
+    if scored.itl_s is not None:
+        more_s = of.itl_of_batches(rows.batch + 1, rows.mean_tokens(scored.ask.isl_tokens))
+        has_room &= scored.itl_s <= kept.itl_s
+        takes |= more_s * rows.pace > kept.itl_s
+    takes &= np.count_nonzero(has_room) - has_room < kept.n_rows
+    return takes
 
 
 def _joins_s(scored: ScoredPool) -> Floats:

@@ -109,7 +109,8 @@ class PendingAssignment:
     def line(self) -> Hashable:
         """The key of its line in the queue: model, orders of pools by stage, what a retry is bound to."""
         orders = ((choice.stage, choice.pool_order) for choice in self.decision.stages)
-        return (self.ask.model, self.ask.excluded, self.ask.partner, *orders)
+        yields = self.decision.ask.yields
+        return (self.ask.model, self.ask.excluded, self.ask.partner, yields, *orders)
 
 
 class _WaitLine:
@@ -139,11 +140,17 @@ class _WaitLine:
         )
 
     @property
+    def yields(self) -> bool:
+        """Whether its requests, of relegated classes, are behind all others."""
+        return bool(self.requests) and self.requests[0].decision.ask.yields
+
+    @property
     def reserved(self) -> set[str]:
         """Pools reserved for it, against younger requests of other lines."""
         # A request with excluded workers may not go everywhere in its pools, so what it cannot take is left
-        # to others. So are pools that it waits for only until a worker that has just joined is known.
-        if not self.requests or self.requests[0].ask.excluded or self._only_joining:
+        # to others. So are pools that it waits for only until a worker that has just joined is known, and
+        # all where it is behind all others anyway.
+        if not self.requests or self.requests[0].ask.excluded or self._only_joining or self.yields:
             return set()
         return self.pools
 
@@ -234,10 +241,13 @@ class WaitQueue:
         self._is_stepping = True
         try:
             reserved: set[str] = set()
-            heads = [(line.requests[0].since_s, n, line) for n, line in enumerate(self._waiting())]
+            heads = [
+                (line.yields, line.requests[0].since_s, n, line)
+                for n, line in enumerate(self._waiting())
+            ]
             heapq.heapify(heads)
             while heads:
-                _, n, line = heapq.heappop(heads)
+                _, _, n, line = heapq.heappop(heads)
                 if pool is None or pool in line.pools:
                     first = line.requests[0]
                     of_older = self._reserved_for(first, reserved)
@@ -245,7 +255,7 @@ class WaitQueue:
                     if first.outcome is not None:
                         self._served(line, first)
                         if line.requests:
-                            heapq.heappush(heads, (line.requests[0].since_s, n, line))
+                            heapq.heappush(heads, (line.yields, line.requests[0].since_s, n, line))
                         continue
                     line.wait_for(first.decision, of_older)
                 reserved |= line.reserved

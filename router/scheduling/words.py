@@ -20,6 +20,8 @@ def explained(decision: Decision) -> str:
         lines.append("Admission is on, so it is refused.")
     elif decision.admission == "shadow":
         lines.append("Admission would refuse it if it were on.")
+    elif decision.admission == "relegated":
+        lines.append("As its class is relegated it waited until a worker had nothing else to do.")
     if decision.ask.sla.is_unlisted:
         name = shown(decision.ask.sla.objective)
         lines.append(f'Class {name} is not in objectives, it counts as "{ANY_CLASS}".')

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from slagate.pools.inflight.engine_queue import Held, Work
 from slagate.pools.inflight.table import MAX_PACE, PACE_STEP, LoadTable
 
 NAME = ("w0:1", None)
@@ -52,10 +53,102 @@ def test_it_has_bounds_and_what_is_no_factor_teaches_nothing() -> None:
     assert (pace(table), pace(table, 1)) == (MAX_PACE, 1 / MAX_PACE)
 
 
-def test_of_an_observation_that_weighs_nothing_nothing_is_learnt() -> None:
-    table = table_of_two()
-    table.observe_pace(0, NAME, 2.0, 0.0)
-    assert pace(table) == 1.0
+WORK_S = 0.5
+
+
+class Engine:
+    """The first row of a table, with an engine of some factor; its prompts end one by one or in steps."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.now_s = factor, 0.0
+        self.table = table_of_two()
+        self.table.now_s = lambda: self.now_s
+        self._number = 0
+
+    def give(self, work_s: float = WORK_S) -> Held:
+        self._number += 1
+        return self.table.add_lease(0, Work(1000, work_s), number=self._number)
+
+    def compute(self, *step: Held) -> None:
+        self.now_s += self.factor * sum(held.work.work_s for held in step)
+        for held in step:
+            self.table.end_prefill(0, held, is_computed=True)
+
+
+@pytest.mark.parametrize("true", [0.5, 0.8, 1.0, 1.25, 2.0, 3.0])
+@pytest.mark.parametrize("in_a_step", [1, 4])
+@pytest.mark.parametrize("keeps_busy", [False, True])
+def test_a_rate_is_measured_from_when_prompts_end(
+    *, true: float, in_a_step: int, keeps_busy: bool
+) -> None:
+    engine = Engine(true)
+    rng, ahead = random.Random(1), []
+    if keeps_busy:
+        ahead = [engine.give() for _ in range(in_a_step)]
+    for _ in range(40 // in_a_step):
+        step = [*ahead, *(engine.give(rng.uniform(0.1, 1.0)) for _ in range(in_a_step))]
+        ahead = step[in_a_step:]
+        engine.compute(*step[:in_a_step])
+        if not ahead:
+            engine.now_s += 3.0  # it is idle
+    assert pace(engine.table) == pytest.approx(true, rel=0.12, abs=PACE_STEP)
+
+
+def test_a_worker_that_gets_slower_is_known_within_thirty_of_its_prompts() -> None:
+    engine = Engine(1.0)
+    for _ in range(100):
+        engine.compute(engine.give())
+    assert pace(engine.table) == 1.0
+    engine.factor = 2.0
+    for _ in range(30):
+        engine.compute(engine.give())
+    assert pace(engine.table) == pytest.approx(1.75, abs=PACE_STEP)
+
+
+def test_of_a_prompt_that_was_not_computed_no_rate_is_learnt() -> None:
+    engine = Engine(1.0)
+    for _ in range(10):
+        cancelled, behind = engine.give(), engine.give()
+        engine.now_s += 7.0
+        engine.table.end_prefill(0, cancelled)
+        engine.compute(behind)
+    assert pace(engine.table) == 1.0
+
+
+def test_no_rate_is_learnt_while_others_send_to_the_worker_too() -> None:
+    engine = Engine(3.0)
+    engine.table.set_foreign_load(0, (1, 0.5))
+    engine.compute(engine.give())
+    assert pace(engine.table) == 1.0
+    engine.table.set_foreign_load(0, (0, 0.0))
+    engine.compute(engine.give())
+    assert pace(engine.table) > 1.5
+
+
+def test_a_rate_has_bounds_and_is_of_its_pool() -> None:
+    engine = Engine(1000.0)
+    engine.compute(engine.give())
+    assert pace(engine.table) == MAX_PACE
+    engine = Engine(0.0)
+    for _ in range(100):
+        engine.compute(engine.give())
+    assert pace(engine.table) == 1 / MAX_PACE
+    engine = Engine(2.0)
+    engine.table.scale = 2.0
+    for _ in range(10):
+        engine.compute(engine.give())
+    assert pace(engine.table) == 1.0, "as fast as its pool, which is half as fast as profiled"
+
+
+def test_a_measured_rate_is_forgotten_with_a_restart() -> None:
+    engine = Engine(2.0)
+    for _ in range(50):
+        engine.compute(engine.give())
+    engine.table.forget_pace(0)
+    assert pace(engine.table) == 1.0
+    engine.factor = 1.0
+    engine.compute(engine.give())
+    assert pace(engine.table) == 1.0
 
 
 def test_another_worker_in_the_same_row_is_as_fast_as_its_pool() -> None:

@@ -13,7 +13,7 @@ from slagate.pools.inflight.engine_queue import Work
 from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.targets import ITL_SHARE
+from slagate.router.scheduling.targets import ITL_SHARE, TTFT_SHARE
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
 from support.builders import MODEL, PROFILE, ask, fleet, model_info, rng, take_now
@@ -242,3 +242,75 @@ def test_who_is_predicted_to_miss_is_promised_nothing() -> None:
     assignment = take_now(d, ask(sla=Sla(ttft_ms=MISSED, itl_ms=0.001)))
     (lease,) = assignment.leases.values()
     assert (lease.work.due_s, lease.work.itl_limit_s, lease.work.stall_s) == (math.inf,) * 3
+
+
+def one_worker(**more: Any) -> Dispatcher:
+    """The same with one prefill worker and one decode worker."""
+    only = {"prefill": ["p1:1"], "decode": ["d1:1"]}
+    pools = {stage: {**SPEED, "workers": workers} for stage, workers in only.items()}
+    made = fleet(pools=pools, **({"objectives": CLASSES, "scheduling": {"admission": "on"}} | more))
+    return Dispatcher(made, rng=rng())
+
+
+def test_a_relegated_request_waits_until_a_worker_has_nothing_else_to_do() -> None:
+    d = one_worker()
+    first, second = outcome(d, Sla(objective="easy")), None
+    assert isinstance(first, Assignment)
+    with d.submit(ask(sla=Sla(objective="behind")), None) as ticket:
+        assert ticket.outcome is None
+        assert d.n_waiting == 1
+        # All others go first, and nothing is kept from them.
+        second = outcome(d, Sla(objective="easy"))
+        assert isinstance(second, Assignment)
+        first.release()
+        assert ticket.outcome is None
+        second.release()
+        assert isinstance(ticket.outcome, Assignment)
+        assert ticket.decision.admission == "relegated"
+        assert "waited until a worker had nothing else to do" in explained(ticket.decision)
+        ticket.outcome.release()
+    assert d.n_waiting == 0
+
+
+@pytest.mark.parametrize("admission", ["off", "shadow"])
+def test_without_admission_a_relegated_request_is_served_at_once(admission: str) -> None:
+    d = one_worker(scheduling={"admission": admission})
+    assert isinstance(outcome(d, Sla(objective="easy")), Assignment)
+    behind = outcome(d, Sla(objective="behind"))
+    assert isinstance(behind, Assignment)
+    assert behind.decision.admission == "served"
+
+
+def test_a_relegated_request_that_has_failed_waits_no_more() -> None:
+    d = one_worker()
+    assert isinstance(outcome(d, Sla(objective="easy")), Assignment)
+    again = outcome(d, Sla(ttft_ms=MISSED, objective="behind", is_final=True))
+    assert isinstance(again, Assignment)
+    assert again.decision.admission == "served"
+
+
+def test_who_waits_as_relegated_is_served_once_admission_is_off() -> None:
+    d = one_worker()
+    assert isinstance(outcome(d, Sla(objective="easy")), Assignment)
+    with d.submit(ask(sla=Sla(objective="behind")), None) as ticket:
+        assert ticket.outcome is None
+        d.set_admission("off")
+        assert isinstance(ticket.outcome, Assignment)
+        ticket.outcome.release()
+
+
+def test_the_pools_learn_what_a_protected_request_needs() -> None:
+    classes = {"gold": {"ttft_ms": 60_000, "itl_ms": 50, "policy": "protect"}, "easy": {}}
+    d = one_worker(objectives=classes)
+    assert all(pool.room is None for pool in d.fleet.pools.values())
+    assert isinstance(outcome(d, Sla(objective="easy")), Assignment)
+    assert all(pool.room is None for pool in d.fleet.pools.values())
+    with d.submit(ask(isl_tokens=50_000, sla=Sla(objective="gold"))) as ticket:
+        assert isinstance(ticket.outcome, Assignment)
+    prefill, decode = (pool.snapshot().kept for pool in d.fleet.pools.values())
+    assert prefill is not None
+    assert decode is not None
+    assert prefill.n_rows == decode.n_rows == 1
+    assert 50.0 < prefill.ttft_s < 60.0 * TTFT_SHARE
+    assert decode.itl_s == pytest.approx(0.05 * ITL_SHARE)
+    assert prefill.itl_s == decode.ttft_s == math.inf

@@ -10,11 +10,12 @@ from msgspec import structs
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import PriorityRule, Stage, StageGrid
+from slagate.pools.inflight.kept_room import KeptRoom
 from slagate.pools.inflight.pair_key import PairKey
-from slagate.pools.inflight.row_view import RowView
+from slagate.pools.inflight.row_view import RowView, State
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice, choose, choose_stage
-from slagate.router.scheduling.score import score_pool
+from slagate.router.scheduling.score import YIELDS, score_pool
 from slagate.router.scheduling.targets import ITL_SHARE, TTFT_SHARE, promised
 from slagate.router.scheduling.words import explained
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
@@ -375,3 +376,67 @@ def test_a_pair_fits_also_where_the_pool_that_was_looked_at_last_is_not_the_one_
     decision = choose(ask(isl_tokens=ISL, sla=fits(0.1)), grids, pools, rng=rng())
     assert [choice.worker for choice in decision.stages] == ["b:1", "d:1"]
     assert decision.is_met is False
+
+
+def kept_pool(views: list[RowView], kept: KeptRoom | None) -> dict[str, PoolSnapshot]:
+    return {"p": structs.replace(pool_view("p", views, speed=SPEED), kept=kept)}
+
+
+def row_of(
+    pools: Mapping[str, PoolSnapshot], sla: Sla, stage: Stage = Stage.PREFILL, **more: Any
+) -> tuple[int | None, bool | None]:
+    asked = ask(isl_tokens=ISL, sla=sla, **more)
+    choice = choose_stage(stage, asked, one_cell(stage, "p"), pools, draw=0.5)
+    return choice.row, choice.is_met
+
+
+def test_others_leave_room_for_protected_requests_on_so_many_rows() -> None:
+    views = queued(0.3, 0.1, 0.1, 0.4)
+    room = IDLE_S + 0.15  # so two of them have room, also with one more of these prompts
+    at_any = fits(5.0)
+    assert row_of(kept_pool(views, None), at_any) == (3, True)
+    assert row_of(kept_pool(views, KeptRoom(2, room, math.inf)), at_any) == (3, True)
+    row, is_met = row_of(kept_pool(views, KeptRoom(3, room, math.inf)), at_any)
+    assert row in (1, 2), "while too few rows have room, others make no queue longer"
+    pools = kept_pool(queued(0.3, 0.1, 0.1, 0.1), KeptRoom(4, room, math.inf))
+    row, is_met = row_of(pools, at_any)
+    assert row in (1, 2, 3), "it leaves the room"
+    assert is_met is True
+    assert row_of(pools, at_any, is_protected=True) == (0, True)
+    row, is_met = row_of(kept_pool(queued(0.3, 0.3), KeptRoom(2, IDLE_S, math.inf)), at_any)
+    assert is_met is False, "it would take room of the last rows that have it, so it is a miss"
+
+
+def test_others_leave_room_in_the_batch_of_protected_requests() -> None:
+    views = [view("w0:1", inflight=20, worker_inflight=20), view("w1:1", inflight=2)]
+    sla = Sla(itl_ms=1000.0)
+    of = SPEED.frozen
+    kept_s = of.itl_s(10, ISL)
+    room = KeptRoom(1, math.inf, kept_s)
+    assert row_of(kept_pool(views, None), sla, Stage.DECODE) == (0, True)
+    assert row_of(kept_pool(views, room), sla, Stage.DECODE) == (0, True)
+    pools = kept_pool(views, KeptRoom(2, math.inf, kept_s))
+    assert row_of(pools, sla, Stage.DECODE) == (1, True)
+    assert row_of(pools, sla, Stage.DECODE, is_protected=True) == (0, True)
+
+
+def test_a_relegated_request_that_is_late_takes_an_idle_row_or_waits() -> None:
+    late = Sla(ttft_ms=0.001)
+    views = queued(0.3, 0.0, 0.1)
+    assert row_of(kept_pool(views, None), late, yields=True) == (1, False)
+    assert row_of(kept_pool(queued(0.3, 0.1), None), late, yields=True) == (None, False)
+    # Not at the price of room that is kept.
+    room = KeptRoom(1, IDLE_S / 2, math.inf)
+    assert row_of(kept_pool(views, room), late, yields=True) == (None, False)
+    assert row_of(kept_pool(views, None), fits(0.2), yields=True) == (2, True)
+    nobody = [view("w0:1", state=State.DRAINING)]
+    assert row_of(kept_pool(nobody, None), late, yields=True) == (None, None)
+
+
+def test_whom_a_relegated_request_waits_for_is_said() -> None:
+    pools = kept_pool(queued(0.3, 0.1), None)
+    asked = ask(isl_tokens=ISL, sla=Sla(ttft_ms=0.001), yields=True)
+    stages = {Stage.PREFILL: one_cell(Stage.PREFILL, "p")}
+    decision = choose(asked, stages, pools, rng=rng(1))
+    assert decision.stages[0].reasons == {YIELDS}
+    assert YIELDS in explained(decision)

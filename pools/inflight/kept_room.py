@@ -1,0 +1,81 @@
+"""The room that a pool keeps for protected classes, against the requests of all others.
+
+An engine computes prompts in order of arrival, so who comes to long queues is late however important it is.
+Others may therefore make queues no longer than leaves room for the next protected prompt, on as many rows
+as the protected classes have lately kept busy, and some more, since they come in bursts.
+"""
+
+import math
+from typing import NamedTuple
+
+OWN_PROMPTS = 2.0
+"""A queue leaves room where the next prompt fits behind it so many times."""
+
+BURST = 3.0
+"""Room is kept on so many times the rows that are busy with protected requests on average."""
+
+SPAN_S = 20.0
+"""What came so long ago counts for a third of what comes now."""
+
+LEAST_SPAN_S = 2.0
+"""What came in the first seconds counts as if it had come in this time."""
+
+SHARE, STEP = 0.25, 0.1
+"""The share of requests that ask for more room than is kept, and how far one of them moves the figure."""
+
+_UP, _DOWN = 1 + SHARE * STEP, 1 - (1 - SHARE) * STEP
+
+_LEAST_ROWS = 0.05
+_LEAST_S = 0.001
+
+
+class KeptRoom(NamedTuple):
+    """What has to stay free of others: on `n_rows` rows a protected request has to find its room."""
+
+    n_rows: int
+    ttft_s: float  # seconds that the queue of a row may take; infinite: as long as it wants
+    itl_s: float  # seconds that a decode step with one more request may take; infinite: as many as it wants
+
+
+class RoomKeeper:
+    """Learns from each protected request of a pool how much room the next one needs."""
+
+    __slots__ = ("_busy_s", "_first_s", "_itl_s", "_last_s", "_ttft_s")
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0  # of rows, with protected requests; what is old counts for less
+        self._first_s = self._last_s = -math.inf
+        self._ttft_s = self._itl_s = math.inf  # running lower quartiles
+
+    def note_ttft(self, left_s: float, own_s: float) -> None:
+        """Learn that a prompt of `own_s` had to be computed in `left_s`; one that cannot be is ignored."""
+        if own_s < left_s:
+            room_s = max(_LEAST_S, left_s - OWN_PROMPTS * own_s)
+            self._ttft_s = _quartile(self._ttft_s, room_s)
+
+    def note_itl(self, limit_s: float) -> None:
+        """Learn that a protected request bears decode steps of `limit_s`."""
+        self._itl_s = _quartile(self._itl_s, limit_s)
+
+    def add_busy(self, seconds: float, now_s: float) -> None:
+        """Learn that a row is busy for so long with a protected request."""
+        if self._first_s == -math.inf:
+            self._first_s = self._last_s = now_s
+        self._busy_s = self._busy_s * math.exp((self._last_s - now_s) / SPAN_S) + seconds
+        self._last_s = now_s
+
+    def kept(self, now_s: float, n_rows: int) -> KeptRoom | None:
+        """The room to keep in a pool of so many rows; None: none."""
+        span_s = min(SPAN_S, max(LEAST_SPAN_S, now_s - self._first_s))
+        busy_s = self._busy_s * math.exp((self._last_s - now_s) / SPAN_S)
+        needed = BURST * busy_s / span_s
+        if needed < _LEAST_ROWS:
+            return None
+        return KeptRoom(min(n_rows, math.ceil(needed)), self._ttft_s, self._itl_s)
+
+
+def _quartile(before: float, seen: float) -> float:
+    """A running lower quartile, moved by one more figure."""
+    if before == math.inf:
+        return seen
+    return before * (_UP if seen >= before else _DOWN)

@@ -1,0 +1,66 @@
+"""The room that a pool keeps for protected classes: how much, on how many rows, and for how long."""
+
+import math
+
+import pytest
+
+from slagate.pools.inflight.kept_room import BURST, OWN_PROMPTS, SPAN_S, KeptRoom, RoomKeeper
+
+N_ROWS = 10
+
+
+def test_without_a_protected_request_nothing_is_kept() -> None:
+    assert RoomKeeper().kept(5.0, N_ROWS) is None
+
+
+def keeper(busy_s: float, seconds: int = 60, *, each_s: float = 0.1) -> RoomKeeper:
+    """The keeper of a pool in which so many seconds of rows were protected in each second."""
+    room = RoomKeeper()
+    for at in range(int(seconds / each_s)):
+        room.add_busy(busy_s * each_s, at * each_s)
+    return room
+
+
+@pytest.mark.parametrize(("busy_s", "n_rows"), [(0.1, 1), (0.5, 2), (1.0, 3), (3.0, 9), (9.0, 10)])
+def test_room_is_kept_on_some_times_the_rows_that_are_busy(busy_s: float, n_rows: int) -> None:
+    assert math.ceil(BURST * busy_s - 0.1) >= n_rows or n_rows == N_ROWS
+    kept = keeper(0.99 * busy_s).kept(60.0, N_ROWS)
+    assert kept == KeptRoom(n_rows, math.inf, math.inf)
+
+
+def test_a_first_request_is_no_flood() -> None:
+    room = RoomKeeper()
+    room.add_busy(0.5, 100.0)
+    assert room.kept(100.0, N_ROWS) == KeptRoom(1, math.inf, math.inf)
+
+
+def test_what_is_kept_is_given_back_when_no_more_of_them_come() -> None:
+    room = keeper(1.0)
+    rows = [room.kept(60.0 + more_s, N_ROWS) for more_s in (0.0, SPAN_S, 2 * SPAN_S, 5 * SPAN_S)]
+    assert [each and each.n_rows for each in rows] == [3, 2, 1, None]
+
+
+def test_a_queue_leaves_room_for_three_of_four_of_them() -> None:
+    room = keeper(1.0)
+    for at in range(1000):
+        own_s = (0.1, 0.2, 0.3, 0.4)[at * 7 % 4]
+        room.note_ttft(2.0, own_s)
+        room.note_itl((0.010, 0.020, 0.030, 0.040)[at * 7 % 4])
+    kept = room.kept(60.0, N_ROWS)
+    assert kept is not None
+    assert 2.0 - OWN_PROMPTS * 0.45 < kept.ttft_s < 2.0 - OWN_PROMPTS * 0.25
+    assert 0.009 < kept.itl_s < 0.025
+
+
+def test_a_prompt_that_cannot_be_in_time_there_asks_for_no_room() -> None:
+    room = keeper(1.0)
+    room.note_ttft(1.0, 0.1)
+    for _ in range(100):
+        room.note_ttft(1.0, 1.5)
+    kept = room.kept(60.0, N_ROWS)
+    assert kept is not None
+    assert kept.ttft_s == pytest.approx(1.0 - OWN_PROMPTS * 0.1)
+    room.note_ttft(1.0, 0.9)
+    kept = room.kept(60.0, N_ROWS)
+    assert kept is not None
+    assert kept.ttft_s > 0.0
