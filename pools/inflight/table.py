@@ -66,9 +66,9 @@ STATE, SUSPECT, FOREIGN_UNKNOWN, UNAVAILABLE, BATCH, WIDTH = range(
     len(INT_FIELDS), len(INT_FIELDS) + 6
 )
 N_INTS = len(INT_FIELDS) + 6
-# These are internal. `HEAD_S` of the queue may have been done since `SINCE_S`.
-LOAD_S, HEAD_S, SINCE_S, JOIN_UNTIL_S = range(len(FLOAT_FIELDS), len(FLOAT_FIELDS) + 4)
-N_FLOATS = len(FLOAT_FIELDS) + 4
+# These are internal, and no snapshot has them. `HEAD_S` of the queue may have been done since `SINCE_S`.
+HEAD_S, SINCE_S, JOIN_UNTIL_S = range(len(FLOAT_FIELDS), len(FLOAT_FIELDS) + 3)
+N_FLOATS = len(FLOAT_FIELDS) + 3
 
 DOWN, QUEUE_FULL = 1, 2
 """Bits of `Rows.unavailable`: not ready, or at its limit of requests; at its limit of queued tokens."""
@@ -92,7 +92,7 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
     pairs: RowPairs
     _models: Mapping[frozenset[str], Flags]
     _ints: Ints  # i64[N_INTS, n_rows]
-    _floats: Floats  # f64[N_FLOATS, n_rows]
+    _floats: Floats  # f64[len(FLOAT_FIELDS), n_rows]
     # What every decision reads of these arrays.
     last_chosen: Ints  # i64[n_rows], `RowView.last_chosen`
     batch: Ints  # i64[n_rows], requests in the batch with one more, foreign ones included
@@ -111,6 +111,12 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
         """One figure of all rows, f64[n_rows]; `name` is a float field of `RowView`."""
         figures: Floats = self._floats[FIGURE_INDEX[name]]
         return figures
+
+    @property
+    def join_limits_s(self) -> Floats:
+        """`join_slack_s` and `join_quiet_s` of all rows, f64[2, n_rows]."""
+        limits_s: Floats = self._floats[JOIN_SLACK_S : JOIN_QUIET_S + 1]
+        return limits_s
 
     @property
     def states(self) -> Ints:
@@ -346,9 +352,10 @@ class LoadTable:
                 self._n_prompts += 1
                 rate = self.scale * self._float[PACE][row]
                 queue.add_prompt(held, self.now_s(), rate)
+                self._show_prompts(row, queue)
             if promises:
                 queue.promise(held)
-            self._show_queue(row, queue)
+            self._show_promises(row, queue)
         return held
 
     def end_prefill(self, row: int, held: Held, *, is_computed: bool = False) -> None:
@@ -367,7 +374,7 @@ class LoadTable:
             self._paces[row] = pace
             paces[row] = int(pace / PACE_STEP + 0.5) * PACE_STEP
         queue.end_prompt(held, now_s, scale * paces[row], left_tokens)
-        self._show_queue(row, queue)
+        self._show_prompts(row, queue)
         if self._int[UNAVAILABLE][row]:
             self._derive_unavailable(row)
 
@@ -381,16 +388,19 @@ class LoadTable:
         if work.itl_limit_s < math.inf or (work.prefill_tokens and work.context_tokens):
             queue, rate = self._queues[row], self.scale * self._float[PACE][row]
             queue.forget(held, self.now_s(), rate)
-            self._show_queue(row, queue)
+            self._show_promises(row, queue)
 
-    def _show_queue(self, row: int, queue: EngineQueue) -> None:
-        """Bring the figures of a row's queue in line with it."""
+    def _show_promises(self, row: int, queue: EngineQueue) -> None:
+        """Bring the figures of a row in line with what its queue has promised."""
+        self._float[ITL_LIMIT_S][row] = queue.itl_limit_s
+        self._float[STALL_ROOM_S][row] = queue.stall_room_s
+
+    def _show_prompts(self, row: int, queue: EngineQueue) -> None:
+        """Bring the figures of a row in line with the prompts in its queue."""
         floats = self._float
         floats[QUEUED_S][row] = queue.queued_s
         floats[HEAD_S][row] = queue.head_s
         floats[SINCE_S][row] = queue.since_s
-        floats[ITL_LIMIT_S][row] = queue.itl_limit_s
-        floats[STALL_ROOM_S][row] = queue.stall_room_s
         floats[JOIN_SLACK_S][row] = queue.join_slack_s
         floats[JOIN_QUIET_S][row] = queue.join_quiet_s
         floats[JOIN_UNTIL_S][row] = queue.join_until_s
@@ -445,7 +455,7 @@ class LoadTable:
     def rows(self) -> Rows:
         """All rows as they stand. A foreign load that is not known counts as the mean of the known ones."""
         n = len(self.names)
-        ints, floats = self._ints[:, :n].copy(), self._floats[:, :n].copy()
+        ints, floats = self._ints[:, :n].copy(), self._floats[: len(FLOAT_FIELDS), :n].copy()
         if self._counts is None:
             self._counts = self._counted()
         if self._models is None:
@@ -459,7 +469,6 @@ class LoadTable:
                 if figures.any():
                     figures[unknown] = figures[~unknown].mean()
             np.add(ints[WIDTH], ints[FOREIGN_REQUESTS], out=ints[BATCH])
-        self._bring_up_to_date(ints, floats)
         return Rows(
             self.names,
             self._counts,
@@ -469,22 +478,24 @@ class LoadTable:
             floats,
             ints[LAST_CHOSEN],
             ints[BATCH],
-            floats[LOAD_S],
+            self._bring_up_to_date(ints, floats),
             floats[PACE],
         )
 
-    def _bring_up_to_date(self, ints: Ints, floats: Floats) -> None:
-        """Take what was done of the queues since they changed off these figures of all rows."""
-        queued_s, pace, load_s = floats[QUEUED_S], floats[PACE], floats[LOAD_S]
+    def _bring_up_to_date(self, ints: Ints, floats: Floats) -> Floats:
+        """Take what was done of the queues since they changed off these figures; returns `load_s`."""
+        queued_s, pace = floats[QUEUED_S], floats[PACE]
         if self._n_prompts:
             now_s = self.now_s()
-            ints[JOIN_TOKENS] *= floats[JOIN_UNTIL_S] >= now_s
+            live, n = self._floats, len(pace)
+            np.putmask(ints[JOIN_TOKENS], live[JOIN_UNTIL_S, :n] < now_s, 0)
             if self.scale > 0.0:
-                done_s: Floats = now_s - floats[SINCE_S]
+                done_s: Floats = now_s - live[SINCE_S, :n]
                 done_s /= self.scale * pace
-                queued_s -= np.minimum(done_s, floats[HEAD_S], out=done_s)
-        np.multiply(queued_s, pace, out=load_s)
+                queued_s -= np.minimum(done_s, live[HEAD_S, :n], out=done_s)
+        load_s: Floats = queued_s * pace
         load_s += floats[FOREIGN_S]
+        return load_s
 
 
 def rows_of(views: Iterable[RowView]) -> Rows:
