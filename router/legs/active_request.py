@@ -222,7 +222,7 @@ class ActiveRequest:
         if stays and stages == (Stage.PREFILL,):
             taker = self.assignment.decision.stage(Stage.DECODE)
             assert taker.row is not None
-            later_s = taker.won.ttft_s.item(taker.row)
+            later_s = taker.won.first_response_s(taker.row)
         ask = replace(
             self.ask,
             sla=replace(self.record.sla, is_final=True),

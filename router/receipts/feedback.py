@@ -50,7 +50,7 @@ def update_estimators(record: Record, itl_s: float | None, fleet: Fleet) -> None
     if record.decode_started_s is not None and first_s is not None:
         # What was predicted before it was corrected: the transfer and a step.
         used = scored.pool.estimator.coefficients
-        work_s = (scored.ttft_s.item(row) - used.prefill_offset_s) / used.prefill_scale
+        work_s = (scored.first_response_s(row) - used.prefill_offset_s) / used.prefill_scale
         estimator.observe_first_response(work_s, first_s - record.decode_started_s)
     if itl_s is None:
         return

@@ -181,7 +181,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
             # Where the first token was all, nothing came behind the first leg.
             later_s = scored.later_s if self.decoded else 0.0
             actual_s = first_s - self.started_s - choice.ask.elapsed_s
-            ttft = Pair(choice, scored.ttft_s.item(row), later_s, actual_s)
+            ttft = Pair(choice, scored.first_response_s(row), later_s, actual_s)
         choice = decision.stages[-1]
         scored, row = choice.won, choice.row
         if itl_s is not None and self.decoded and scored.pool.estimator.predicts_itl:

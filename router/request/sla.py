@@ -81,11 +81,14 @@ class Sla(msgspec.Struct, frozen=True, gc=False):
         default = default_for(objectives, self.objective)
         if default is None and not is_unlisted:
             return self
-        found = {
-            name: getattr(default, name)
-            for name in ("ttft_ms", "itl_ms", "priority")
-            if getattr(self, name) is None and getattr(default, name, None) is not None
-        }
+        found: dict[str, float | int] = {}
+        if default is not None:
+            if self.ttft_ms is None and default.ttft_ms is not None:
+                found["ttft_ms"] = default.ttft_ms
+            if self.itl_ms is None and default.itl_ms is not None:
+                found["itl_ms"] = default.itl_ms
+            if self.priority is None and default.priority is not None:
+                found["priority"] = default.priority
         return structs.replace(self, **found, by_objective=tuple(found), is_unlisted=is_unlisted)
 
     def with_edges(self, grids: Iterable[StageGrid]) -> "Sla":

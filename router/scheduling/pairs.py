@@ -38,6 +38,12 @@ class Pairing(msgspec.Struct, frozen=True, gc=False):
         for reason in sorted(set(reasons) - {""}):
             yield reason, np.array([each == reason for each in reasons])[rows.pairs.ids]
 
+    def fits(self, stage: Stage, rows: Rows) -> Flags:
+        """Which rows of `stage` may be chosen as far as this goes, bool[n_rows]."""
+        fits = [not self._reason(stage, key) for key in rows.pairs.keys]
+        flags: Flags = np.array(fits, dtype=np.bool_)[rows.pairs.ids]
+        return flags
+
     def _reason(self, stage: Stage, own: PairKey) -> str:
         enough = PairFit.YES if self.strict else PairFit.MAYBE
         decodes = stage is Stage.DECODE

@@ -198,7 +198,7 @@ def choose(
         )
         found.insert(0, choice)
         if choice.row is not None:
-            later_s += choice.won.ttft_s.item(choice.row)
+            later_s += choice.won.first_response_s(choice.row)
     choices = tuple(found)
     if not _go_together(ask, choices):
         choices = _as_pair(ask, choices, stages, pools)
@@ -262,7 +262,7 @@ def _as_pair(
         (pair,) = giver.pair_keys
         taker = _choose_again(decode, stages, pools, with_worker(pair, strict=strict))
         assert taker.row is not None, "a worker that may be chosen fits it"
-        later_s = ask.later_s + taker.won.ttft_s.item(taker.row)
+        later_s = ask.later_s + taker.won.first_response_s(taker.row)
         if later_s != giver.won.later_s:
             # It was judged with the first token of another decode worker.
             (pair,) = taker.pair_keys
@@ -412,7 +412,7 @@ def _by_targets(
         row = of_pool.fullest(draw)
         if row is not None:
             return name, row, True
-        is_open |= len(of_pool.open_rows) > 0
+        is_open |= of_pool.is_open
         row, late = of_pool.least_late(draw)
         if late < least_late:
             least_late, late_name, late_row = late, name, row

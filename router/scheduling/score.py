@@ -104,20 +104,38 @@ class ScoredRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The rows of one pool with their scores for one request, as arrays; the lowest score is the best."""
+    """The rows of one pool with predictions for one request, as arrays."""
 
     pool: PoolSnapshot
     stage: Stage
     ask: RoutingRequest
-    score_s: Floats  # f64[n_rows]
     work_s: Floats | None  # f64[n_rows], work of the prompt, before any correction; None for decode
-    ttft_s: Floats  # f64[n_rows], predicted from the leg's start to its first response
+    # f64[n_rows], predicted from the leg's start to its first response; None for decode, where only that
+    # of the chosen row is needed: see `first_response_s`.
+    ttft_s: Floats | None
     itl_s: Floats | None  # f64[n_rows], predicted; None for prefill
     pairing: Pairing | None = None  # None: any row goes with what the other stage has
     later_s: float = 0.0  # predicted from that response to the first token
 
     def __len__(self) -> int:
-        return len(self.score_s) - self.pool.rows.counts.n_left
+        return len(self.pool.rows) - self.pool.rows.counts.n_left
+
+    @property
+    def score_s(self) -> Floats:
+        """The scores of the rows, f64[n_rows]; the lowest is the best."""
+        if self.itl_s is None:
+            assert self.ttft_s is not None
+            return self.ttft_s
+        decode_s: Floats = self.itl_s * self.pool.rows.batch
+        return decode_s if self.ttft_s is None else self.ttft_s + decode_s
+
+    def first_response_s(self, row: int) -> float:
+        """Predicted seconds from the leg's start to its first response on a row."""
+        if self.ttft_s is not None:
+            return self.ttft_s.item(row)
+        assert self.itl_s is not None
+        estimator = self.pool.estimator
+        return estimator.ttft_s(self.itl_s.item(row) + estimator.transfer_s(self.ask.isl_tokens))
 
     @property
     def is_open(self) -> Flags:
@@ -148,7 +166,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def row_values(self, row: int, excluded: str = "") -> ScoredRow:
         """The row with this index as plain values; the caller says why it may not be chosen."""
         pool, estimator, itl_s = self.pool, self.pool.estimator, self.itl_s
-        has_ttft = self.stage is not Stage.DECODE and estimator.predicts_prefill
+        has_ttft = self.ttft_s is not None and estimator.predicts_prefill
         number = row
         if pool.rows.counts.n_left:
             number -= int(np.count_nonzero(self._has_left[:row]))
@@ -158,7 +176,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
             pool.view(row),
             pool.name,
             self.score_s.item(row),
-            self.ttft_s.item(row) + self.later_s if has_ttft else None,
+            self.first_response_s(row) + self.later_s if has_ttft else None,
             None if itl_s is None or not estimator.predicts_itl else itl_s.item(row),
             excluded,
         )
@@ -196,7 +214,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         The index is None if no row may be chosen. `draw` in [0, 1) chooses between equals.
         """
         open_ = self.open_rows()
-        n_open = len(self.score_s) if open_ is None else len(open_)
+        n_open = len(self.pool.rows) if open_ is None else len(open_)
         if not n_open:
             return None, False
         scores, last, has_starved = self.score_s, self.pool.rows.last_chosen, False
@@ -218,28 +236,17 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def open_rows(self) -> Ints | None:
         """Rows that may be chosen, without suspect ones if there are others; None: all may."""
-        rows, ask = self.pool.rows, self.ask
-        serving = rows.serving(ask.model)
-        counts = rows.counts
-        is_plain = (
-            serving is None
-            and self.pairing is None
-            and not ask.excluded
-            and counts.n_unavailable == 0
-            and counts.least_capacity_tokens >= ask.isl_tokens
-        )
-        if is_plain and self.stage is Stage.DECODE:
-            # No: some row's KV cache may have no room for the prompt.
-            tokens = rows.ints("context_tokens")
-            most_tokens = tokens.item(tokens.argmax()) if len(tokens) else 0
-            is_plain = most_tokens + ask.isl_tokens <= counts.least_capacity_tokens
-        if is_plain:
-            if not counts.n_suspect:
-                return None
-            open_: Ints = np.arange(len(rows))  # i64[n_open]
+        rows, pairing = self.pool.rows, self.pairing
+        has_suspects = rows.counts.n_suspect > 0
+        if not _all_open(self.stage, self.ask, self.pool):
+            open_: Ints = (self._reasons == 0).nonzero()[0]  # i64[n_open]
+        elif pairing is not None:
+            open_ = pairing.fits(self.stage, rows).nonzero()[0]
+        elif has_suspects:
+            open_ = np.arange(len(rows))
         else:
-            open_ = (self._reasons == 0).nonzero()[0]
-        if counts.n_suspect:
+            return None
+        if has_suspects:
             healthy = open_[rows.suspects[open_] == 0]
             open_ = healthy if len(healthy) else open_
         return open_
@@ -247,7 +254,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def _starved(self, open_: Ints | None, starved_at: int) -> Ints:
         of, ttft_ms = self.pool.rows, self.ask.sla.ttft_ms
         starved = (of.last_chosen <= starved_at) & (of.batch == 1)
-        if ttft_ms is not None:
+        if ttft_ms is not None and self.ttft_s is not None:
             # A copy of the prefix there is for requests to come, not at the price of this one's target.
             starved &= (self.ttft_s + self.later_s + self.ask.elapsed_s) * 1000 <= ttft_ms
         rows: Ints = starved.nonzero()[0] if open_ is None else open_[starved[open_]]
@@ -274,29 +281,44 @@ def score_pool(
 ) -> ScoredPool:
     """Score every row of a pool for one stage of a request, in predicted seconds."""
     rows, estimator = pool.rows, pool.estimator
-    pace = rows.pace
-    work_s = itl_s = None
+    work_s = ttft_s = itl_s = None
     if stage is not Stage.PREFILL:
         itl_s = estimator.itl_of_batches(rows.batch, rows.mean_tokens(ask.isl_tokens))
-        itl_s *= pace
-    if stage is Stage.DECODE:
-        assert itl_s is not None
-        score_s: Floats = itl_s * rows.batch
-        ttft_s = estimator.ttft_many(itl_s + estimator.transfer_s(ask.isl_tokens))
-    else:
+        itl_s *= rows.pace
+    if stage is not Stage.DECODE:
         work_s = _work_s(ask, pool)
-        score_s = ttft_s = estimator.ttft_many(rows.load_s + work_s * pace)
-        if itl_s is not None:
-            score_s = ttft_s + itl_s * rows.batch
-    return ScoredPool(pool, stage, ask, score_s, work_s, ttft_s, itl_s, pairing, later_s)
+        ttft_s = estimator.ttft_many(rows.load_s + work_s * rows.pace)
+    return ScoredPool(pool, stage, ask, work_s, ttft_s, itl_s, pairing, later_s)
 
 
 def open_and_awaited(
     stage: Stage, ask: RoutingRequest, pool: PoolSnapshot
 ) -> tuple[Rows, Flags, Flags]:
     """A pool's rows, those that may be chosen, and those worth waiting for, bool[n_rows] each."""
+    if _all_open(stage, ask, pool):
+        n_rows = len(pool.rows)
+        return pool.rows, np.ones(n_rows, dtype=np.bool_), np.zeros(n_rows, dtype=np.bool_)
     reasons = _reasons(stage, ask, pool)
     return pool.rows, reasons == 0, _IS_LIMIT[reasons]
+
+
+def _all_open(stage: Stage, ask: RoutingRequest, pool: PoolSnapshot) -> bool:
+    """Whether counts of the pool are enough to tell that `_reasons` has none, pairings aside."""
+    rows = pool.rows
+    least_tokens = rows.counts.least_capacity_tokens
+    if (
+        ask.excluded
+        or rows.counts.n_unavailable
+        or least_tokens < ask.isl_tokens
+        or rows.serving(ask.model) is not None
+    ):
+        return False
+    if stage is not Stage.DECODE:
+        return True
+    # No: some row's KV cache may have no room for the prompt.
+    tokens = rows.ints("context_tokens")
+    most_tokens = tokens.item(tokens.argmax()) if len(tokens) else 0
+    return most_tokens + ask.isl_tokens <= least_tokens
 
 
 def _work_s(ask: RoutingRequest, pool: PoolSnapshot) -> Floats:

@@ -39,22 +39,26 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
     """The rows of one pool, judged for a request that has a target."""
 
     scored: ScoredPool
-    open_rows: Ints  # indices of those that may be chosen
     late: Floats  # f64[n_rows], above 1 where it does not fit: how much of a target it takes
-    quiet: Flags | None  # bool[n_rows], where it delays nobody much; None: everywhere
+    open_rows: Ints | None  # indices of those that may be chosen; None: all may
+    delays: Flags | None  # bool[n_rows], where it delays others much; None: nowhere
     harms: Flags | None  # bool[n_rows], where it breaks a promise or takes kept room; None: nowhere
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any row may be chosen."""
+        return len(self.late if self.open_rows is None else self.open_rows) > 0
 
     def fullest(self, draw: float) -> int | None:
         """The index of the row to take among those that fit; `draw` in [0, 1) chooses between equals."""
-        # `take` is faster than a mask, `item(argmin())` than `min`.
-        rows, work_s = self.open_rows, self.scored.work_s
-        rows = rows.take((self.late.take(rows) <= 1.0).nonzero()[0])
+        fits, work_s = self.late <= 1.0, self.scored.work_s
+        rows = self._open(fits if self.delays is None else fits > self.delays)
         if not len(rows):
-            return None
+            rows = self._open(fits)
+            if not len(rows):
+                return None
+        # `take` is faster than a mask, `item(argmin())` than `min`.
         if work_s is not None:
-            if self.quiet is not None:
-                quiet = rows.take(self.quiet.take(rows).nonzero()[0])
-                rows = quiet if len(quiet) else rows
             work_s = work_s.take(rows)
             most_s = SAME_WORK * work_s.item(work_s.argmin())
             rows = rows.take((work_s <= most_s).nonzero()[0])
@@ -63,7 +67,7 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def least_late(self, draw: float) -> tuple[int | None, float]:
         """The index of the least late row, and its lateness; None where it takes none."""
-        rows = self.open_rows
+        rows = self._open(np.ones(len(self.late), dtype=np.bool_))
         if not len(rows):
             return None, math.inf
         if self.scored.ask.yields:
@@ -73,6 +77,14 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
         late = self.late.take(rows)
         least: float = late.item(late.argmin())
         return self._longest_ago(rows.take((late == least).nonzero()[0]), draw), least
+
+    def _open(self, flags: Flags) -> Ints:
+        """Those of the flagged rows that may be chosen."""
+        rows = self.open_rows
+        found: Ints = (
+            flags.nonzero()[0] if rows is None else rows.take(flags.take(rows).nonzero()[0])
+        )
+        return found
 
     def _idle(self, rows: Ints) -> Ints:
         """Those of some rows with nothing in their queues, where the request does no harm."""
@@ -95,25 +107,29 @@ def judged(scored: ScoredPool) -> Judged | None:
     By a latency whose predictions in this pool are off (its basis is the grid) nothing is judged.
     """
     sla, estimator, late = scored.ask.sla, scored.pool.estimator, None
-    is_right = estimator.ttft_basis != "grid" and scored.stage is not Stage.DECODE
-    if is_right and sla.ttft_ms is not None and estimator.predicts_prefill:
+    is_right = estimator.ttft_basis != "grid"
+    if (
+        is_right
+        and scored.ttft_s is not None
+        and sla.ttft_ms is not None
+        and estimator.predicts_prefill
+    ):
         late = scored.ttft_s + scored.later_s
         late /= max(_LEAST_S, _left_s(scored))
     is_right = estimator.itl_basis != "grid"
     if is_right and scored.itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
         itl_late = scored.itl_s / max(_LEAST_S, ITL_SHARE * sla.itl_ms / 1000)
-        late = itl_late if late is None else np.maximum(late, itl_late)
+        late = itl_late if late is None else np.maximum(late, itl_late, out=late)
     if late is None:
         return None
-    rows, quiet = scored.pool.rows, None
+    rows = scored.pool.rows
+    delays: Flags | None = None
     harms: Flags | None = None
     if scored.itl_s is not None:
-        late = np.maximum(late, scored.itl_s / rows.floats("itl_limit_s"))
+        np.maximum(late, scored.itl_s / rows.floats("itl_limit_s"), out=late)
     if scored.work_s is not None:
         if np.count_nonzero(rows.ints("join_tokens")):
-            joins_s = _joins_s(scored)
-            harms = joins_s > np.maximum(rows.floats("join_slack_s"), 0.0)
-            quiet = joins_s <= np.maximum(rows.floats("join_quiet_s"), 0.0)
+            harms, delays = _joins_s(scored) > np.maximum(rows.join_limits_s, 0.0)
         if scored.stage is Stage.AGG:
             stalls = scored.work_s > rows.floats("stall_room_s")
             harms = stalls if harms is None else harms | stalls
@@ -123,10 +139,7 @@ def judged(scored: ScoredPool) -> Judged | None:
     if harms is not None and np.count_nonzero(harms):
         more_s = scored.score_s if scored.work_s is None else scored.work_s
         late = np.where(harms, np.maximum(late, 1.0) + more_s, late)
-    open_rows = scored.open_rows()
-    if open_rows is None:
-        open_rows = np.arange(len(late))
-    return Judged(scored, open_rows, late, quiet, harms)
+    return Judged(scored, late, scored.open_rows(), delays, harms)
 
 
 def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:
@@ -177,9 +190,11 @@ def over_s(pools: Iterable[ScoredPool]) -> float:
     """Seconds until a row of these pools could meet the TTFT of a request that misses it; 0: not known."""
     found = math.inf
     for scored in pools:
-        rows = scored.open_rows()
-        late_s = scored.ttft_s if rows is None else scored.ttft_s[rows]
-        if scored.work_s is not None and scored.ask.sla.ttft_ms is not None and len(late_s):
+        rows, late_s = scored.open_rows(), scored.ttft_s
+        if late_s is None or scored.ask.sla.ttft_ms is None:
+            continue
+        late_s = late_s if rows is None else late_s[rows]
+        if len(late_s):
             found = min(found, float(late_s.min()) + scored.later_s - _left_s(scored))
     return max(0.0, found) if found < math.inf else 0.0
 
@@ -195,7 +210,7 @@ def _takes_kept(scored: ScoredPool, kept: KeptRoom) -> Flags:
     """Where the request would take room while no more than `kept.n_rows` rows have it, bool[n_rows]."""
     rows, of = scored.pool.rows, scored.pool.estimator
     has_room, takes = rows.states == READY, np.zeros(len(rows), dtype=np.bool_)
-    if scored.work_s is not None:
+    if scored.ttft_s is not None:
         has_room &= rows.load_s * of.coefficients.prefill_scale <= kept.ttft_s
         takes |= scored.ttft_s > kept.ttft_s
     if scored.itl_s is not None:
@@ -211,8 +226,7 @@ def _joins_s(scored: ScoredPool) -> Floats:
     pool, rows = scored.pool, scored.pool.rows
     assert scored.work_s is not None
     scale = pool.estimator.coefficients.prefill_scale
-    new_tokens = np.maximum(1, scored.ask.isl_tokens - np.array(pool.cached.depths))
-    joins_s: Floats = (scale / new_tokens).take(pool.cached.places)
+    joins_s: Floats = scale / np.maximum(1, scored.ask.isl_tokens - pool.cached.cached_tokens)
     joins_s *= rows.ints("join_tokens")
     np.minimum(joins_s, scale, out=joins_s)
     joins_s *= scored.work_s

@@ -129,7 +129,7 @@ class Watched:
     def _check_times(self, ask: RoutingRequest, prefill: StageChoice, decode: StageChoice) -> None:
         """TTFT is judged with the first token of the decode worker that was chosen, and no other."""
         assert decode.row is not None
-        later_s = ask.later_s + decode.won.ttft_s.item(decode.row)
+        later_s = ask.later_s + decode.won.first_response_s(decode.row)
         assert prefill.won.later_s == later_s
         self.seen["again"] += prefill.pairing is not None
         self.seen["judged again"] += prefill.pairing is not None and prefill.is_met is not None

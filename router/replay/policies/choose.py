@@ -139,26 +139,26 @@ def _is_full(scored: ScoredPool) -> Flags:
 
 
 def _prefill_s(scored: ScoredPool) -> Floats:
-    return np.zeros(len(scored.score_s)) if scored.stage is Stage.DECODE else scored.ttft_s
+    return np.zeros(len(scored.pool.rows)) if scored.ttft_s is None else scored.ttft_s
 
 
 def _prompt_tokens_per_s(scored: ScoredPool) -> Floats:
     isl_tokens, rate = scored.ask.isl_tokens, 0.0
     if scored.stage is not Stage.DECODE:
         rate = isl_tokens / scored.pool.estimator.prefill_s(isl_tokens, 0)
-    return np.full(len(scored.score_s), rate)
+    return np.full(len(scored.pool.rows), rate)
 
 
 def _transfer_s(scored: ScoredPool) -> Floats:
     profile, seconds = scored.pool.estimator.profile, 0.0
     if scored.stage is Stage.DECODE and profile is not None:
         seconds = scored.ask.isl_tokens * profile.kv_bytes_per_token / LINK_BYTES_PER_S
-    return np.full(len(scored.score_s), seconds)
+    return np.full(len(scored.pool.rows), seconds)
 
 
 def _step_s(scored: ScoredPool, more_tokens: float) -> Floats:
     if scored.stage is Stage.PREFILL:
-        return np.zeros(len(scored.score_s))
+        return np.zeros(len(scored.pool.rows))
     rows = scored.pool.rows
     mean_tokens = rows.mean_tokens(scored.ask.isl_tokens) + more_tokens
     return scored.pool.estimator.itl_of_batches(rows.batch, mean_tokens)
@@ -181,7 +181,7 @@ def _choice(
                 break
             row -= len(each.pool.rows)
         if pick.ttft_s is not None:
-            each = msgspec.structs.replace(each, ttft_s=np.full(len(each.score_s), pick.ttft_s))
+            each = msgspec.structs.replace(each, ttft_s=np.full(len(each.pool.rows), pick.ttft_s))
         scored = (each,)
     order = tuple(each.pool.name for each in scored)
     return StageChoice(

@@ -331,7 +331,7 @@ def test_the_first_token_of_the_decode_worker_is_part_of_ttft() -> None:
     for pace in (1.0, 4.0):
         choice = decided(fits(10.0), pace=pace).stage(Stage.DECODE)
         assert choice.row is not None
-        first_s = choice.won.ttft_s.item(choice.row)
+        first_s = choice.won.first_response_s(choice.row)
         assert first_s > 0.001
         short = decided(fits(first_s - 0.0005), pace=pace)
         enough = decided(fits(first_s), pace=pace)
