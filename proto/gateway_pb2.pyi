@@ -641,7 +641,7 @@ class Decision(google.protobuf.message.Message):
     """the decision in words; left out where a trailer has no room for it"""
     model: builtins.str
     admission: builtins.str
-    """of a request that is predicted to miss its targets: refused, shadow (it"""
+    """of a request that is predicted to miss its targets as it comes: refused,"""
     @property
     def sla(self) -> Global___Sla: ...
     @property

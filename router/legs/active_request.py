@@ -206,7 +206,8 @@ class ActiveRequest:
         self.started_over = True
         self.release_all()
         lost_by = self.assignment.leases[Stage.DECODE].member
-        self.assignment = await self._reassigned(lost_by, failure, tuple(self.assignment.leases))
+        stages = tuple(self.assignment.leases)
+        self.assignment.adopt(await self._reassigned(lost_by, failure, stages))
         self.handoff = None
         self.record.decision = self.assignment.decision
         self._note_retry(Stage.PREFILL, failure)

@@ -165,6 +165,17 @@ def test_a_retry_is_served_late_rather_than_refused() -> None:
     assert retried.decision.admission == "served"
 
 
+def test_a_retry_does_not_change_what_became_of_the_arrival() -> None:
+    d = dispatcher()
+    met = outcome(d, Sla(objective="easy"))
+    missed = outcome(d, Sla(ttft_ms=MISSED, objective="shed", is_final=True))
+    assert isinstance(met, Assignment)
+    assert isinstance(missed, Assignment)
+    assert (met.decision.admission, missed.decision.admission) == ("", "served")
+    met.adopt(missed)
+    assert (met.decision.is_met, met.decision.admission) == (False, "")
+
+
 @pytest.mark.parametrize("objective", ["kept", "behind", "easy", "untargeted"])
 def test_no_other_class_is_refused(objective: str) -> None:
     assert isinstance(outcome(dispatcher(), Sla(objective=objective)), Assignment)
