@@ -171,7 +171,6 @@ class SharedTable(LoadTable):
         ints[BATCH : WIDTH + 1] += others.counts[INFLIGHT]
         np.maximum(rows.last_chosen, others.last_chosen, out=rows.last_chosen)
         floats[QUEUED_S] += others.queued_s
-        np.add(rows.load_s, others.queued_s * rows.pace, out=rows.load_s)
         # More leases make no row available again, so what this process alone has found is right already.
         at_limit = ints[WORKER_INFLIGHT : QUEUED_TOKENS + 1] >= ints[_LIMITS]
         if at_limit.any():

@@ -96,7 +96,6 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
     # What every decision reads of these arrays.
     last_chosen: Ints  # i64[n_rows], `RowView.last_chosen`
     batch: Ints  # i64[n_rows], requests in the batch with one more, foreign ones included
-    load_s: Floats  # f64[n_rows], seconds of prefill work queued, at its pace, with foreign work
     pace: Floats  # f64[n_rows], `RowView.pace`
 
     def __len__(self) -> int:
@@ -135,6 +134,13 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Why a row may take no request at all now: bits `DOWN` and `QUEUE_FULL`, i64[n_rows]."""
         unavailable: Ints = self._ints[UNAVAILABLE]
         return unavailable
+
+    @property
+    def load_s(self) -> Floats:
+        """Seconds of prefill work queued, at each row's pace, with foreign work, f64[n_rows]."""
+        load_s: Floats = self._floats[QUEUED_S] * self.pace
+        load_s += self._floats[FOREIGN_S]
+        return load_s
 
     def mean_tokens(self, more_tokens: int) -> Floats:
         """Mean context of our requests at each row, if one of `more_tokens` joins, f64[n_rows]."""
@@ -401,8 +407,9 @@ class LoadTable:
         floats[QUEUED_S][row] = queue.queued_s
         floats[HEAD_S][row] = queue.head_s
         floats[SINCE_S][row] = queue.since_s
-        floats[JOIN_SLACK_S][row] = queue.join_slack_s
-        floats[JOIN_QUIET_S][row] = queue.join_quiet_s
+        # Below 0 nothing may join either, and what would not does no harm.
+        floats[JOIN_SLACK_S][row] = max(0.0, queue.join_slack_s)
+        floats[JOIN_QUIET_S][row] = max(0.0, queue.join_quiet_s)
         floats[JOIN_UNTIL_S][row] = queue.join_until_s
         self._int[JOIN_TOKENS][row] = queue.join_tokens
 
@@ -469,6 +476,7 @@ class LoadTable:
                 if figures.any():
                     figures[unknown] = figures[~unknown].mean()
             np.add(ints[WIDTH], ints[FOREIGN_REQUESTS], out=ints[BATCH])
+        self._bring_up_to_date(ints, floats)
         return Rows(
             self.names,
             self._counts,
@@ -478,24 +486,21 @@ class LoadTable:
             floats,
             ints[LAST_CHOSEN],
             ints[BATCH],
-            self._bring_up_to_date(ints, floats),
             floats[PACE],
         )
 
-    def _bring_up_to_date(self, ints: Ints, floats: Floats) -> Floats:
-        """Take what was done of the queues since they changed off these figures; returns `load_s`."""
-        queued_s, pace = floats[QUEUED_S], floats[PACE]
-        if self._n_prompts:
-            now_s = self.now_s()
-            live, n = self._floats, len(pace)
-            np.putmask(ints[JOIN_TOKENS], live[JOIN_UNTIL_S, :n] < now_s, 0)
-            if self.scale > 0.0:
-                done_s: Floats = now_s - live[SINCE_S, :n]
-                done_s /= self.scale * pace
-                queued_s -= np.minimum(done_s, live[HEAD_S, :n], out=done_s)
-        load_s: Floats = queued_s * pace
-        load_s += floats[FOREIGN_S]
-        return load_s
+    def _bring_up_to_date(self, ints: Ints, floats: Floats) -> None:
+        """Take what was done of the queues since they changed off these figures of all rows."""
+        if not self._n_prompts:
+            return
+        live, n, now_s = self._floats, len(self.names), self.now_s()
+        np.putmask(ints[JOIN_TOKENS], live[JOIN_UNTIL_S, :n] < now_s, 0)
+        if self.scale > 0.0:
+            done_s: Floats = now_s - live[SINCE_S, :n]
+            done_s /= self.scale * floats[PACE]
+            np.minimum(done_s, live[HEAD_S, :n], out=done_s)
+            queued_s = floats[QUEUED_S]
+            queued_s -= done_s
 
 
 def rows_of(views: Iterable[RowView]) -> Rows:

@@ -136,9 +136,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     ask: RoutingRequest
     stages: tuple[StageChoice, ...]
-    admission: str = (
-        ""  # of what is predicted to miss its targets: one of `MISSES`; empty: it is not
-    )
+    admission: str = ""
+    """Of what is predicted to miss its targets as it comes: one of `MISSES`; empty: it is not."""
     class_name: str = ANY_CLASS  # with `admission`: the class as the configuration lists it
 
     def stage(self, stage: Stage) -> StageChoice:
@@ -151,11 +150,15 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def is_met(self) -> bool | None:
         """Whether all targets are predicted to be met; None: none was judged."""
-        judged = [choice.is_met for choice in self.stages if choice.is_met is not None]
-        return all(judged) if judged else None
+        found: bool | None = None
+        for choice in self.stages:
+            if choice.is_met is False:
+                return False
+            found = found or choice.is_met
+        return found
 
     def replace(self, choice: StageChoice) -> "Decision":
-        """A copy of the decision with this choice for its stage."""
+        """A copy of the decision with this choice for its stage; `admission` stays that of the arrival."""
         stages = tuple(choice if old.stage is choice.stage else old for old in self.stages)
         return Decision(self.ask, stages, self.admission, self.class_name)
 

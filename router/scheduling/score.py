@@ -198,7 +198,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def waiting_s(self, row: int) -> float:
         """Seconds until a row could compute the prompt: its queue, and loading blocks from the host."""
         pool = self.pool
-        waiting_s: float = pool.rows.load_s.item(row)
+        waiting_s = pool.rows.load_s.item(row)
         if pool.cached.has_host:
             waiting_s += pool.estimator.host_s(pool.cached.host_tokens.item(row))
         return waiting_s
@@ -287,7 +287,9 @@ def score_pool(
         itl_s *= rows.pace
     if stage is not Stage.DECODE:
         work_s = _work_s(ask, pool)
-        ttft_s = estimator.ttft_many(rows.load_s + work_s * rows.pace)
+        ttft_s = rows.load_s
+        ttft_s += work_s * rows.pace
+        ttft_s = estimator.ttft_many(ttft_s)
     return ScoredPool(pool, stage, ask, work_s, ttft_s, itl_s, pairing, later_s)
 
 

@@ -129,7 +129,7 @@ def judged(scored: ScoredPool) -> Judged | None:
         np.maximum(late, scored.itl_s / rows.floats("itl_limit_s"), out=late)
     if scored.work_s is not None:
         if np.count_nonzero(rows.ints("join_tokens")):
-            harms, delays = _joins_s(scored) > np.maximum(rows.join_limits_s, 0.0)
+            harms, delays = _joins_s(scored) > rows.join_limits_s
         if scored.stage is Stage.AGG:
             stalls = scored.work_s > rows.floats("stall_room_s")
             harms = stalls if harms is None else harms | stalls

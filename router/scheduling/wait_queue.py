@@ -193,10 +193,11 @@ class WaitQueue:
 
     def reserved_before(self, new: PendingAssignment) -> Set[str]:
         """Names of pools that a new request must leave to requests that came before it."""
-        if self.n_waiting:
-            line = self._lines.get(new.line)
-            if line is not None and line.requests:
-                return {choice.pool for choice in new.decision.stages}
+        if not self.n_waiting:
+            return self._reserved_for(new, set())
+        line = self._lines.get(new.line)
+        if line is not None and line.requests:
+            return {choice.pool for choice in new.decision.stages}
         return self._reserved_for(new, self.reserved())
 
     def reserved(self) -> set[str]:

@@ -91,7 +91,7 @@ class TimingTable:
             self._cells.append([near_line.segment(x) + far_line.segment(x) for x in starts])
         self._log_xs_many = np.array(self._log_xs)
         self._ys_many = np.array(ys)
-        self._whole: Floats | None = None
+        self._whole: tuple[Floats, Floats] | None = None
         self._known: dict[tuple[float, float], float] = {}
         # f64[(log x, seconds, slope), near or far, cell] and f64[(as in a band), slot of y]
         cells = np.array(self._cells).reshape(-1, 2, 3)
@@ -166,14 +166,15 @@ class TimingTable:
         places = self._ys_many.searchsorted(log_y, "right")
         places *= MAX_WHOLE + 1
         places += x
-        start, slope = self._whole.take(places, axis=1)
-        slope *= log_y
-        slope += start
-        seconds: Floats = np.exp(slope, out=slope)
+        starts, slopes = self._whole
+        seconds: Floats = slopes.take(places)
+        seconds *= log_y
+        seconds += starts.take(places)
+        np.exp(seconds, out=seconds)
         return seconds
 
-    def _whole_lines(self) -> Floats:
-        """Log seconds at log y = 0, and their slope: f64[2, slot of y and whole x]."""
+    def _whole_lines(self) -> tuple[Floats, Floats]:
+        """Log seconds at log y = 0, and their slope: f64[slot of y and whole x] each."""
         log_x = np.log(np.maximum(np.arange(MAX_WHOLE + 1), 1))
         slots = np.arange(len(self._bands)).reshape(-1, 1)
         near_y, y_step, sign, floor = self._bands_many.take(slots, axis=1)
@@ -181,8 +182,7 @@ class TimingTable:
         x0, v0, slope = self._cells_many.take(at, axis=2)
         near, far = slope * (log_x - x0) + np.log(v0)
         rise = np.maximum(sign * (far - near), floor) / y_step
-        lines: Floats = np.stack([near - rise * near_y, rise]).reshape(2, -1)
-        return lines
+        return (near - rise * near_y).ravel(), rise.ravel()
 
     def is_finite(self, far: float) -> bool:
         """Whether `at` is finite for every x and y up to `far`, however steep the last rows are."""

@@ -15,7 +15,7 @@ from typing_extensions import override
 from slagate.pools.estimator.estimator import FrozenEstimator
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.table import Floats, Ints
+from slagate.pools.inflight.table import Floats, Ints, Rows
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision
 from slagate.router.scheduling.score import RoutingRequest
@@ -69,7 +69,7 @@ class NoisyChoice:
         return structs.replace(
             pool,
             estimator=own,
-            rows=structs.replace(rows, load_s=rows.load_s * factors(len(rows))),
+            rows=_NoisyRows(**structs.asdict(rows), load_factors=factors(len(rows))),
         )
 
 
@@ -86,6 +86,18 @@ class _NoisyPools(dict[str, PoolSnapshot]):
     def __missing__(self, name: str) -> PoolSnapshot:
         noisy = self[name] = self._disturbed(self._pools[name])
         return noisy
+
+
+class _NoisyRows(Rows, frozen=True, gc=False, eq=False):
+    """Rows with what is predicted of their queues."""
+
+    load_factors: Floats  # f64[n_rows]
+
+    @override
+    @property
+    def load_s(self) -> Floats:
+        load_s: Floats = super().load_s * self.load_factors
+        return load_s
 
 
 class _NoisyEstimator(FrozenEstimator, frozen=True, gc=False, kw_only=True, eq=False):
