@@ -161,25 +161,34 @@ class RunTrie:
         """How deep each of the lanes holds a prefix. O(hops and tokens compared)."""
         block_bytes = self.block_bytes
         n_blocks = len(content) // block_bytes
-        run: Run | None = self._roots.get(root)
         steps: list[tuple[int, int]] = []
-        depth = at = n_hops = 0
-        while run is not None and depth < n_blocks and lanes and at <= run.kid_top:
-            position = depth * block_bytes
-            first = content[position : position + block_bytes]
-            shard = run.kids.get(at * _SHARDS + hash(first) % _SHARDS)
-            run = None if shard is None else shard.get(first)
-            if run is None:
-                break
+        depth = n_hops = 0
+        run: Run | None = self._roots.get(root)
+        if run is not None:
+            run = self._child(run, 0, content[:block_bytes])
+        while run is not None and lanes:
             if n_hops == self._max_hops:
                 if depth:
                     steps.append((depth, lanes))
                 return Match(n_blocks, tuple(steps), n_holders, capped=True)
             n_hops += 1
-            if content.startswith(run.tokens, position):
-                at = len(run.tokens) // block_bytes
+            position, top, child = depth * block_bytes, run.kid_top, None
+            if top:
+                # Most prefixes that go past this run go on where its last children branch off.
+                n_bytes = top * block_bytes
+                end = position + n_bytes
+                child = self._child(run, top, content[end : end + block_bytes])
+            if child is not None and content.startswith(memoryview(run.tokens)[:n_bytes], position):
+                at = top  # the run's own next block is another one than that of the child
             else:
-                at = self._n_shared(run, 0, content, position)
+                if content.startswith(run.tokens, position):
+                    at = len(run.tokens) // block_bytes
+                else:
+                    at = self._n_shared(run, 0, content, position)
+                if at != top:
+                    end = position + at * block_bytes
+                    first = content[end : end + block_bytes]
+                    child = self._child(run, at, first) if at < top else None
             kept, gone = 0, lanes
             for lead, group in run.groups.items():
                 group &= lanes
@@ -193,6 +202,7 @@ class RunTrie:
                 steps.append((depth, gone))
             lanes = kept
             depth += at
+            run = child
         if depth and lanes:
             steps.append((depth, lanes))
         return Match(n_blocks, tuple(steps), n_holders)
