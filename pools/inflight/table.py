@@ -145,8 +145,7 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
     def mean_tokens(self, more_tokens: int) -> Floats:
         """Mean context of our requests at each row, if one of `more_tokens` joins, f64[n_rows]."""
         # The contexts of foreign requests are not known; they are taken to be like ours.
-        mean: Floats = (self._ints[CONTEXT_TOKENS] + more_tokens).astype(np.float64)
-        mean /= self._ints[WIDTH].astype(np.float64)  # of integers it takes longer
+        mean: Floats = (self._ints[CONTEXT_TOKENS] + more_tokens) / self._ints[WIDTH]
         return mean
 
     def serving(self, model: str) -> Flags | None:

@@ -360,12 +360,14 @@ def choose_stage(
 
 def _place(ask: RoutingRequest, grid: StageGrid) -> Placement:
     sla, isl_tokens = ask.sla, ask.isl_tokens
-    values = {
+    values: dict[str, float | None] = {
         "isl": isl_tokens,
         "context_length": isl_tokens,
-        "ttft_ms": 0 if "ttft_ms" in sla.as_fast else sla.ttft_ms,
-        "itl_ms": 0 if "itl_ms" in sla.as_fast else sla.itl_ms,
+        "ttft_ms": sla.ttft_ms,
+        "itl_ms": sla.itl_ms,
     }
+    for name in sla.as_fast:
+        values[name] = 0
     return grid.place(values, sla.priority)
 
 
