@@ -10,6 +10,7 @@ from slagate.proto import openengine_pb2 as oe
 
 REQUEST_TYPE = "request_type"
 CONTEXT_ONLY = "context_only"
+LOCAL = "context_and_generation"
 
 TARGET_RANK = "openengine-target-dp-rank"
 """Metadata key: the attention-DP rank for a request that has no handoff yet."""
@@ -46,12 +47,21 @@ def decode_leg(
     return request + added.SerializeToString()
 
 
-def agg_leg(request: bytes, leg_id: str, *, max_tokens: int | None) -> bytes:
-    """The bytes of the one leg to an aggregated worker; `max_tokens` as in `decode_leg`."""
-    if max_tokens is None:
+def agg_leg(
+    request: bytes, leg_id: str, *, max_tokens: int | None, to_decode: bool = False
+) -> bytes:
+    """The bytes of the one leg to an aggregated worker; `max_tokens` as in `decode_leg`.
+
+    With `to_decode` it goes to a decode worker, which is to compute the prompt too: one that does not do
+    so unasked, since a request without a handoff most often came to the wrong worker.
+    """
+    if max_tokens is None and not to_decode:
         return request + _id_field(leg_id)
     added = oe.GenerateRequest(request_id=leg_id)
-    added.stopping.max_tokens = max_tokens
+    if max_tokens is not None:
+        added.stopping.max_tokens = max_tokens
+    if to_decode:
+        added.extra.fields[REQUEST_TYPE].string_value = LOCAL
     return request + added.SerializeToString()
 
 

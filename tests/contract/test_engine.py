@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import anyio
@@ -488,7 +489,27 @@ def test_server_info_has_what_the_two_workers_of_a_handoff_must_agree_on(
             if is_process:
                 wanted["slagate_kv_transport_library"] = "UCX"
         if role == "decode":
-            wanted |= {"slagate_repeats_first_token": True, "slagate_takes_whole_requests": False}
+            wanted |= {"slagate_repeats_first_token": True, "slagate_takes_whole_requests": True}
         assert given == wanted
 
     play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("args", "takes"),
+    [
+        ({"enable_chunked_prefill": True, "max_num_tokens": 256}, True),
+        ({"enable_chunked_prefill": False, "max_num_tokens": 256}, False),
+        ({"enable_chunked_prefill": False, "max_num_tokens": 4096, "max_seq_len": 4096}, True),
+    ],
+    ids=["chunked", "too long for a step", "one step"],
+)
+def test_a_decode_worker_takes_whole_requests_if_its_engine_takes_any_prompt(
+    inside: Play, args: Mapping[str, Any], *, takes: bool
+) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("decode", **args) as worker:
+            info = await worker.server_info()
+            assert info.extra["slagate_takes_whole_requests"] is takes
+
+    inside(scenario)

@@ -262,6 +262,20 @@ def test_abort_frees_a_parked_handoff(inside: Play, target: str) -> None:
     inside(scenario)
 
 
+def test_a_decode_worker_computes_a_prompt_too_where_it_is_told_to(play: Play) -> None:
+    """Dynamo's TensorRT-LLM workers do so by the annotation `x-bypass-remote-prefill`."""
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("decode") as worker:
+            data = request("r", PROMPT, 20).SerializeToString()
+            answer = await ask(worker, agg_leg(data, "x", max_tokens=None, to_decode=True))
+            assert answer.tokens == expected(PROMPT, 20)
+            assert answer.events[-1] == "finished"
+            assert await running(worker) == 0
+
+    play(scenario)
+
+
 def test_roles_are_enforced(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
         data = request("r", PROMPT).SerializeToString()

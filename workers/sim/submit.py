@@ -198,7 +198,13 @@ class RequestChecker:
         return checked
 
     def _request_type(self, params: Any) -> str:
-        """The phase asked for."""
+        """The phase asked for.
+
+        Without `disaggregated_params` it is `context_and_generation`, which an engine of any role computes
+        whole, also beside handed-over requests: a role is no more than what requests are sent (TensorRT-LLM
+        executor/base_worker.py @000bd1a6 `_enqueue_request`). Dynamo has decode workers serve requests so
+        (its TensorRT-LLM handler_base.py id 66983218988, `_setup_disaggregated_params_for_mode`).
+        """
         if params is None:
             return "context_and_generation"
         _check_type("disaggregated_params", params, self.traits.disaggregated_params)

@@ -8,9 +8,9 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from slagate.workers.legs import LOCAL
 from slagate.workers.trtllm.engine import Engine, abort
 from slagate.workers.trtllm.poll import Activity
-from slagate.workers.trtllm.request import LOCAL
 
 log = logging.getLogger(__name__)
 

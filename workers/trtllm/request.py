@@ -11,7 +11,7 @@ import grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.errors import RequestRefused, invalid, not_found, unsupported
-from slagate.workers.legs import CONTEXT_ONLY, DECODE_RANK, REQUEST_TYPE, TARGET_RANK
+from slagate.workers.legs import CONTEXT_ONLY, DECODE_RANK, LOCAL, REQUEST_TYPE, TARGET_RANK
 from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.logits.request import RequestLogits
 from slagate.workers.trtllm.engine import Engine
@@ -28,7 +28,6 @@ from slagate.workers.trtllm.sampling import (
 from slagate.workers.trtllm.server_info import WorkerIdentity
 
 GENERATION_ONLY = "generation_only"
-LOCAL = "context_and_generation"
 
 RESERVED_PREFIXES = ("openengine-", "x-slagate-")
 
@@ -82,7 +81,11 @@ class LegParser:
             raise unsupported("openengine-priority", "this worker does not support it")
         self._check_supported(request)
         kind, engine, identity = _kind(request), self._engine, self._identity
-        if kind != ROLE_KINDS[identity.role] and not identity.takes_any_leg:
+        is_own = kind == ROLE_KINDS[identity.role]
+        if kind == LOCAL and identity.role == oe.ENGINE_ROLE_DECODE:
+            # One that does not say so has most likely lost its handoff, or came to the wrong worker.
+            is_own = REQUEST_TYPE in request.extra.fields
+        if not is_own and not identity.takes_any_leg:
             raise RequestRefused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"role mismatch: this is a {identity.role_name} worker, the request is {kind}",

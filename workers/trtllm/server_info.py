@@ -107,8 +107,21 @@ def _pair_fields(engine: Engine, identity: WorkerIdentity, handoffs: Handoffs) -
             "slagate_handoff_limit_s": None if limit_ms is None else limit_ms / 1000,
         }
     if identity.role == oe.ENGINE_ROLE_DECODE:
-        known |= {"slagate_repeats_first_token": True, "slagate_takes_whole_requests": False}
+        known |= {
+            "slagate_repeats_first_token": True,
+            "slagate_takes_whole_requests": _takes_any_prompt(engine),
+        }
     return {name: value for name, value in known.items() if value is not None}
+
+
+def _takes_any_prompt(engine: Engine) -> bool:
+    """Whether the engine computes each prompt that fits its context window.
+
+    A decode engine may be built for steps of few tokens, and without chunks refuses any longer prompt.
+    While the window is not known the answer is no.
+    """
+    most, window = engine.max_prompt_tokens, engine.window_tokens
+    return most is None or (window is not None and window <= most)
 
 
 def kv_dtype(args: Any) -> str | None:

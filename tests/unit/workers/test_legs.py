@@ -69,6 +69,8 @@ def test_an_aggregated_leg_changes_the_id_and_a_budget_only_when_told() -> None:
     assert Request.FromString(agg_leg(data, "leg-3", max_tokens=None)) == wanted
     wanted.stopping.max_tokens = 50
     assert Request.FromString(agg_leg(data, "leg-3", max_tokens=50)) == wanted
+    wanted.extra[REQUEST_TYPE] = "context_and_generation"
+    assert Request.FromString(agg_leg(data, "leg-3", max_tokens=50, to_decode=True)) == wanted
 
 
 @given(
