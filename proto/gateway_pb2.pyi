@@ -156,6 +156,7 @@ class Candidate(google.protobuf.message.Message):
     JOIN_QUIET_S_FIELD_NUMBER: builtins.int
     ITL_LIMIT_S_FIELD_NUMBER: builtins.int
     STALL_ROOM_S_FIELD_NUMBER: builtins.int
+    TAKES_WHOLE_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """address"""
     pool: builtins.str
@@ -217,6 +218,8 @@ class Candidate(google.protobuf.message.Message):
     """least ITL promised to a request there; absent: none was"""
     stall_room_s: builtins.float
     """work of prompts that answers there can bear; absent: any"""
+    takes_whole: builtins.int
+    """1: a decode worker that says it takes requests without a handoff"""
     def __init__(
         self,
         *,
@@ -251,9 +254,10 @@ class Candidate(google.protobuf.message.Message):
         join_quiet_s: builtins.float | None = ...,
         itl_limit_s: builtins.float | None = ...,
         stall_room_s: builtins.float | None = ...,
+        takes_whole: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_itl_limit_s", b"_itl_limit_s", "_join_quiet_s", b"_join_quiet_s", "_join_slack_s", b"_join_slack_s", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "_stall_room_s", b"_stall_room_s", "capacity_tokens", b"capacity_tokens", "itl_limit_s", b"itl_limit_s", "join_quiet_s", b"join_quiet_s", "join_slack_s", b"join_slack_s", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "rank", b"rank", "stall_room_s", b"stall_room_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_itl_limit_s", b"_itl_limit_s", "_join_quiet_s", b"_join_quiet_s", "_join_slack_s", b"_join_slack_s", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "_stall_room_s", b"_stall_room_s", "capacity_tokens", b"capacity_tokens", "context_tokens", b"context_tokens", "device_tokens", b"device_tokens", "excluded", b"excluded", "foreign_requests", b"foreign_requests", "foreign_s", b"foreign_s", "host_tokens", b"host_tokens", "inflight", b"inflight", "itl_limit_s", b"itl_limit_s", "join_quiet_s", b"join_quiet_s", "join_slack_s", b"join_slack_s", "join_tokens", b"join_tokens", "last_chosen", b"last_chosen", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "pace", b"pace", "pair", b"pair", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_s", b"queued_s", "queued_tokens", b"queued_tokens", "rank", b"rank", "row", b"row", "score_s", b"score_s", "serves_model", b"serves_model", "stall_room_s", b"stall_room_s", "state", b"state", "suspect", b"suspect", "worker", b"worker", "worker_inflight", b"worker_inflight"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_itl_limit_s", b"_itl_limit_s", "_join_quiet_s", b"_join_quiet_s", "_join_slack_s", b"_join_slack_s", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "_stall_room_s", b"_stall_room_s", "capacity_tokens", b"capacity_tokens", "context_tokens", b"context_tokens", "device_tokens", b"device_tokens", "excluded", b"excluded", "foreign_requests", b"foreign_requests", "foreign_s", b"foreign_s", "host_tokens", b"host_tokens", "inflight", b"inflight", "itl_limit_s", b"itl_limit_s", "join_quiet_s", b"join_quiet_s", "join_slack_s", b"join_slack_s", "join_tokens", b"join_tokens", "last_chosen", b"last_chosen", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "pace", b"pace", "pair", b"pair", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_s", b"queued_s", "queued_tokens", b"queued_tokens", "rank", b"rank", "row", b"row", "score_s", b"score_s", "serves_model", b"serves_model", "stall_room_s", b"stall_room_s", "state", b"state", "suspect", b"suspect", "takes_whole", b"takes_whole", "worker", b"worker", "worker_inflight", b"worker_inflight"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_capacity_tokens", b"_capacity_tokens"]) -> typing.Literal["capacity_tokens"] | None: ...
     @typing.overload
@@ -632,6 +636,7 @@ class Decision(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     ADMISSION_FIELD_NUMBER: builtins.int
+    UNTAKEN_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """the client's"""
     isl_tokens: builtins.int
@@ -646,6 +651,14 @@ class Decision(google.protobuf.message.Message):
     def sla(self) -> Global___Sla: ...
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageChoice]: ...
+    @property
+    def untaken(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageChoice]:
+        """shadow (it would be if admission were on), served, or relegated (it waits
+        behind all others); empty: it is not. A retry changes is_met of its
+        stages, not this
+        where a bypass of prefill workers was tried: the way that was not taken,
+        """
+
     def __init__(
         self,
         *,
@@ -657,9 +670,10 @@ class Decision(google.protobuf.message.Message):
         text: builtins.str = ...,
         model: builtins.str = ...,
         admission: builtins.str = ...,
+        untaken: collections.abc.Iterable[Global___StageChoice] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sla", b"sla"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["admission", b"admission", "isl_tokens", b"isl_tokens", "max_tokens", b"max_tokens", "model", b"model", "request_id", b"request_id", "sla", b"sla", "stages", b"stages", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admission", b"admission", "isl_tokens", b"isl_tokens", "max_tokens", b"max_tokens", "model", b"model", "request_id", b"request_id", "sla", b"sla", "stages", b"stages", "text", b"text", "untaken", b"untaken"]) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision
 
@@ -745,7 +759,7 @@ class Actual(google.protobuf.message.Message):
     the same of itl_ms less stalled_ms
     """
     stalled_ms: builtins.float
-    """of itl_ms, for prompts of others on an aggregated worker"""
+    """of itl_ms, for prompts of others on the same worker"""
     def __init__(
         self,
         *,

@@ -99,9 +99,7 @@ async def _serve(
         try:
             infos = [member.models.get(request.model) for member in assignment.members]
             record.max_tokens = output_budget(request, infos)
-            if Stage.AGG in assignment.leases:
-                await _aggregate(active)
-            else:
+            if Stage.AGG not in assignment.leases or not await _aggregate(active):
                 await _disaggregate(active)
         finally:
             active.release_all()
@@ -163,10 +161,12 @@ async def _prefill(active: ActiveRequest) -> Handoff | None:
 async def _decode(active: ActiveRequest, handoff: Handoff) -> None:
     """The generation-only leg, relayed to the client; on another worker while that can help."""
     request, budget = active.request, active.added_budget()
+    may_stall = active.gateway.dispatcher.fleet.bypasses
     while True:
         lease, leg_id = active.assignment.leases[Stage.DECODE], active.gateway.next_leg_id()
         check_handoff(handoff.session, lease.member)
-        relay = active.relay(Stage.DECODE, leg_id, on_token=handoff.used)
+        on_token = active.begin_answer if may_stall else handoff.used
+        relay = active.relay(Stage.DECODE, leg_id, on_token=on_token)
         leg = decode_leg(request.data, leg_id, session=handoff.session, max_tokens=budget)
         failure = await active.call_worker(lease, leg, relay)
         if failure is None:
@@ -175,23 +175,33 @@ async def _decode(active: ActiveRequest, handoff: Handoff) -> None:
     handoff.used()
     active.record.decode_started_s = active.leg_started_s
     active.record.decoded = True
+    if may_stall:
+        lease.release()
+        active.record.stalled_s = lease.held.stalled_s
 
 
-async def _aggregate(active: ActiveRequest) -> None:
-    """The one leg of an aggregated pool, relayed to the client; on another worker while that can help."""
+async def _aggregate(active: ActiveRequest) -> bool:
+    """The one leg of an aggregated or bypassing request, relayed; on another worker while that can help.
+
+    False: no worker has served it alone, and those of prefill and decode are to.
+    """
     request, record, budget = active.request, active.record, active.added_budget()
     while True:
         lease, leg_id = active.assignment.leases[Stage.AGG], active.gateway.next_leg_id()
         relay = active.relay(Stage.AGG, leg_id, on_token=lease.prefill_done)
-        leg = agg_leg(request.data, leg_id, max_tokens=budget)
+        to_decode = lease.member.stage is Stage.DECODE
+        leg = agg_leg(request.data, leg_id, max_tokens=budget, to_decode=to_decode)
         failure = await active.call_worker(lease, leg, relay)
         if failure is None:
             break
         await active.try_elsewhere(Stage.AGG, failure)
+        if Stage.AGG not in active.assignment.leases:
+            return False
     active.prefilled(lease, record.stats.first_token_s, record.stats.cached_tokens)
     lease.release()
     record.stalled_s = lease.held.stalled_s
     record.decoded = True
+    return True
 
 
 def _finish(

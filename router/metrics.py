@@ -95,6 +95,9 @@ TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 
 ITL_BUCKETS_S = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 
 
+_MISS = "Requests predicted to miss their targets everywhere: refused, served, or shadow"
+_BYPASSED = "Requests that a decode worker served without a prefill worker, by its pool"
+
 _LABEL = {True: "true", False: "false"}
 
 _FamilyT = TypeVar("_FamilyT", Counter, Histogram)
@@ -153,8 +156,8 @@ class Metrics:
             ["target", "pool", "met"],
         )
         self._ttft, self._itl, self._targets = _Children(ttft), _Children(itl), _Children(targets)
-        text = "Requests predicted to miss their targets everywhere: refused, served, or shadow"
-        self._misses = _Children(counter("slagate_predicted_misses", text, ["class", "admission"]))
+        self._bypassed = _Children(counter("slagate_bypassed_requests", _BYPASSED, ["pool"]))
+        self._misses = _Children(counter("slagate_predicted_misses", _MISS, ["class", "admission"]))
         self.tokens = counter("slagate_output_tokens", "Tokens sent to clients")
         self.retries = counter(
             "slagate_retries", "Legs that were tried again on another worker", ["stage", "code"]
@@ -197,6 +200,8 @@ class Metrics:
         if record.decision.admission:
             self._misses[record.decision.class_name, record.decision.admission].inc()
         prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
+        if record.decision.untaken and record.decoded and record.decision.is_bypass:
+            self._bypassed[decode_pool,].inc()
         ttft_s, itl_s, ttft_met, itl_met = latencies
         if ttft_s is not None:
             self._ttft[prefill_pool,].observe(ttft_s)

@@ -173,6 +173,18 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
         """Nominal seconds of a prefill to copy the KV of `tokens` from host to device."""
         return max(0.0, tokens) * self._speed.kv_bytes_per_token / HOST_LINK_BYTES_PER_S
 
+    def with_itl_of(self, other: "FrozenEstimator") -> "FrozenEstimator":
+        """This one, with inter-token seconds as `other`, of the same profile, predicts them."""
+        mine, learnt = self.coefficients, self.learnt
+        return FrozenEstimator(
+            self.profile,
+            self.profile_source,
+            Coefficients(*mine.prefill, other.coefficients.itl_scale),
+            self.ttft_basis,
+            other.itl_basis,
+            Coefficients(*learnt.prefill, other.learnt.itl_scale),
+        )
+
     def table_json(self) -> dict[str, object]:
         """What `from_json` takes beside `coefficients`: "source", from `profile_source`, and "profile"."""
         profile = None if self.profile is None else self.profile.to_json()

@@ -57,6 +57,7 @@ class Fleet:
         self.grids: Mapping[Stage, StageGrid] = {}
         self.objectives: Mapping[str, Objective] = {}
         self.scheduling = Scheduling()
+        self.bypasses = False  # decode workers may compute prompts too
         self.answers = AnswerLengths()
         self.pools: dict[str, Pool] = {}
         self._leaving: list[Pool] = []  # pools of earlier configurations, whose workers drain
@@ -84,6 +85,8 @@ class Fleet:
         self.objectives = config.objectives
         self.scheduling = config.scheduling
         self.grids = {Stage(name): grid for name, grid in config.stages.items()}
+        both = Stage.PREFILL in self.grids and Stage.DECODE in self.grids
+        self.bypasses = both and config.scheduling.bypass == "auto"
         # Scrapes and probes read from a thread of their own, and must never see half a fleet.
         pools: dict[str, Pool] = {}
         for stage, grid in self.grids.items():
@@ -101,8 +104,7 @@ class Fleet:
                 pools[name] = pool
                 pool.index = index
                 pool.set_limits(Limits(spec.max_inflight, spec.max_queued_tokens))
-                if not pool.estimator.starts_as(estimator):
-                    pool.estimator = estimator
+                pool.set_estimator(estimator, bypassed=self.bypasses and stage is Stage.DECODE)
         self.pools = pools
         for pool in before.values():
             if pools.get(pool.name) is not pool:

@@ -80,6 +80,12 @@ def pair_of(info: oe.ServerInfo) -> PairKey:
     )
 
 
+def takes_whole(info: oe.ServerInfo) -> bool:
+    """Whether `info` says that a decode worker takes requests without a handoff; not known is no."""
+    fields, key = info.extra.fields, "slagate_takes_whole_requests"
+    return key in fields and fields[key].bool_value
+
+
 def _transport(backend: str) -> str:
     """The transport that a transfer back-end names, in lower case."""
     name = backend.lower()[:MAX_PAIR_TEXT]
@@ -152,6 +158,7 @@ class Member:
         self.server_info: oe.ServerInfo | None = None  # who it says it is
         self.capacity = WorkerCapacity()
         self.pair = ANY_PAIR  # what it says of its handoffs
+        self.takes_whole = False  # it says that it takes requests without a handoff
         self.models: dict[str, oe.ModelInfo] = {}  # what it serves, by name
         self.ranks = WorkerRows(address, table)
         # Whether a rank can be asked for; else no rank's cache can be relied on.
@@ -210,6 +217,7 @@ class Member:
         self.server_info = info
         self.capacity = capacity_of(info, decodes=self.stage is Stage.DECODE)
         self.pair = pair_of(info)
+        self.takes_whole = takes_whole(info)
         self._set_up()
 
     def set_limits(self, limits: Limits) -> None:
@@ -229,6 +237,7 @@ class Member:
             step_tokens=self.capacity.step_tokens,
             models=frozenset(self.models),
             pair=self.pair,
+            takes_whole=self.takes_whole,
         )
         self.has_row_for_each_rank = self.ranks.n_used == self.capacity.n_ranks
         self._show_state()

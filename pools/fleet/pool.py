@@ -33,6 +33,7 @@ class PoolSnapshot(msgspec.Struct, frozen=True, gc=False, eq=False):
     cached: Cached
     n_leases: int  # all that were ever taken, `last_chosen` of the newest
     kept: KeptRoom | None = None  # for protected classes; None: none
+    whole: FrozenEstimator | None = None  # of `Pool.whole`; None: there is none
 
     def view(self, row: int) -> RowView:
         """The figures of one row as plain values, with what it has cached of the prompt."""
@@ -66,12 +67,18 @@ class Lease:
         if self._prefill_open:
             self._prefill_open = False
             member = self.member
-            member.ranks.table.end_prefill(self.row, self.held, is_computed=True)
+            # A decode worker's pace is learnt from its steps.
+            is_told = member.stage is not Stage.DECODE
+            member.ranks.table.end_prefill(self.row, self.held, is_computed=is_told)
             # A prompt that was all cached leaves no event to wait for.
             member.n_served += self.work.prefill_tokens >= max(1, member.capacity.block_tokens)
             self.on_prefill_end(processed=True)
             if member.limits.max_queued_tokens is not None:
                 member.on_change()
+
+    def begin_answer(self) -> None:
+        """Note the first token of an answer whose prompt another worker has computed."""
+        self.member.ranks.table.begin_answer(self.row, self.held)
 
     def release(self) -> None:
         """Take all load of the lease off its row and worker. Idempotent."""
@@ -112,6 +119,9 @@ class Pool:
         self.stage = stage
         self.index = index
         self.estimator = estimator
+        # Predicts first tokens of requests that a decode pool serves alone, prompt and answer: those of its
+        # other requests are transfers. None: it serves none.
+        self.whole: Estimator | None = None
         self.limits = limits or Limits()  # the most that a worker gets at once
         self.overlaps = PoolCaches(now_s=now_s) if prefix and stage is not Stage.DECODE else None
         self.key = f"{stage.value} {name}"  # the same in every gateway
@@ -143,6 +153,18 @@ class Pool:
     def is_empty(self) -> bool:
         """Whether it has no workers at all, not even one that drains."""
         return not self.members and not self._leaving
+
+    def set_estimator(self, estimator: Estimator, *, bypassed: bool) -> None:
+        """Predict as `estimator` does, but keep what was learnt of the same profile.
+
+        With `bypassed` requests may pass the prefill workers by, and be served here alone.
+        """
+        if not self.estimator.starts_as(estimator):
+            self.estimator = estimator
+        if not bypassed:
+            self.whole = None
+        elif self.whole is None or not self.whole.starts_as(estimator):
+            self.whole = Estimator(estimator.profile, source=estimator.frozen.profile_source)
 
     def set_limits(self, limits: Limits) -> None:
         """Set the limits of every worker of the pool."""
@@ -179,8 +201,11 @@ class Pool:
 
     def snapshot(self, prompt: Prompt | None = None) -> PoolSnapshot:
         """A frozen copy of the pool, with what each row has cached of `prompt` (None: nothing)."""
-        estimator = self.estimator.frozen
+        estimator, whole = self.estimator.frozen, None
         self.table.scale = estimator.coefficients.prefill_scale
+        if self.whole is not None:
+            whole = self.whole.frozen.with_itl_of(estimator)
+            self.table.scale = whole.coefficients.prefill_scale
         rows = self.table.rows()
         n_rows = len(rows.names)
         if self.overlaps is None or prompt is None:
@@ -193,7 +218,7 @@ class Pool:
         kept = None
         if self.room is not None:
             kept = self.room.kept(self._now_s(), n_rows - rows.counts.n_left)
-        return PoolSnapshot(self.name, estimator, rows, cached, newest, kept)
+        return PoolSnapshot(self.name, estimator, rows, cached, newest, kept, whole)
 
     def follower(
         self, member: Member, worker: Worker, *, scheduler: CooperativeScheduler, rng: random.Random

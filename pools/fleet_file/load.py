@@ -73,8 +73,6 @@ def _number(pool: object, names: tuple[str, ...]) -> int:
 UNREACHED = "no cell, override or retry leads to this pool"
 """The end of the warning about a pool that no request can reach."""
 
-NO_BYPASS = "is not acted on yet: every prompt goes to a prefill worker"
-"""The end of the warning about `scheduling.bypass`."""
 
 _NOTHING = ReadJson(None, None, ())
 
@@ -186,8 +184,6 @@ def _parsed(content: object, source: str, extras: CheckOptions) -> FleetConfig:
         for at in range(len(stages[stage].pool_names)):
             if at not in reached:
                 report.warn((keys.names, at), UNREACHED)
-    if file.scheduling.bypass != "off":
-        report.warn(("scheduling", "bypass"), NO_BYPASS)
     return FleetConfig(
         source=source,
         text=json.dumps(found.kept, separators=(",", ":"), sort_keys=True),

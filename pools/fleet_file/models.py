@@ -310,7 +310,8 @@ class Scheduling(_FileObject):
         BypassMode,
         _says(
             "Whether a decode worker computes the prompt too, without a prefill worker: never (off), or "
-            "when it can meet both targets by itself (auto), which is not acted on yet."
+            "where it is predicted to meet both targets by itself, and prefill and decode workers to miss "
+            "one or to take longer to the first token (auto)."
         ),
     ] = "off"
 

@@ -38,19 +38,20 @@ class Work(NamedTuple):
 class Held:
     """The work of one lease while it is on a row, and what it met there."""
 
-    __slots__ = ("_began_s", "_stalls_end_s", "joined_s", "stalled_s", "work")
+    __slots__ = ("_stalls_end_s", "began_s", "joined_s", "stalled_s", "work")
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.joined_s = 0.0  # work of later prompts that was done before its own prompt was
         self.stalled_s = 0.0  # seconds that its answer waited for other prompts; once it has ended
-        self._began_s = math.inf  # work that its engine had done when its prompt was computed
+        # Work that its engine had done when its prompt was computed, or when its answer began.
+        self.began_s = math.inf
         self._stalls_end_s = math.inf  # work given to its engine that its answer can bear
 
     @property
     def is_computed(self) -> bool:
         """Whether its prompt was taken out of the queue."""
-        return self._began_s < math.inf
+        return self.began_s < math.inf
 
 
 class EngineQueue:
@@ -208,7 +209,12 @@ class EngineQueue:
             self.head_s = max(more_s, prompts[0].work.work_s)
         elif self.head_s > self.queued_s:
             self.head_s = self.queued_s  # what was begun with the first prompt is gone
-        held._began_s = self._computed_s + self.done_s(now_s, rate)
+        held.began_s = self._computed_s + self.done_s(now_s, rate)
+
+    def begin_answer(self, held: Held, now_s: float, rate: float) -> None:
+        """Note that the answer of a request whose prompt was computed elsewhere begins. Idempotent."""
+        if held.began_s == math.inf:
+            held.began_s = self._computed_s + self.done_s(now_s, rate)
 
     def forget(self, held: Held, now_s: float, rate: float) -> None:
         """Take off what a lease was promised, and find how long its answer was stalled."""
@@ -219,6 +225,6 @@ class EngineQueue:
             self._stalls.remove(held._stalls_end_s)
             room_s = self._stalls[0] - self._given_s if self._stalls else math.inf
             self.stall_room_s = room_s
-        if held._began_s < math.inf:
+        if held.began_s < math.inf:
             done_s = self._computed_s + self.done_s(now_s, rate)
-            held.stalled_s = max(0.0, done_s - held._began_s) * rate
+            held.stalled_s = max(0.0, done_s - held.began_s) * rate

@@ -58,6 +58,7 @@ class RowView(msgspec.Struct, frozen=True, gc=False):
     device_tokens: int = 0  # leading prompt tokens cached on the device
     host_tokens: int = 0  # tokens behind those that are cached, but not all on the device
     pair: PairKey = ANY_PAIR  # what the worker says of its handoffs
+    takes_whole: int = 0  # 1: a decode worker that says it takes requests without a handoff
 
     @property
     def cached_tokens(self) -> int:

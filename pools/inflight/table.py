@@ -51,6 +51,7 @@ MAX_PACE, MAX_PACE_FACTOR = 4.0, 2.0
     FOREIGN_REQUESTS,
     LAST_CHOSEN,
     JOIN_TOKENS,
+    TAKES_WHOLE,
 ) = range(len(INT_FIELDS))
 (
     QUEUED_S,
@@ -383,6 +384,10 @@ class LoadTable:
         if self._int[UNAVAILABLE][row]:
             self._derive_unavailable(row)
 
+    def begin_answer(self, row: int, held: Held) -> None:
+        """Note that the answer of a lease without a prompt begins: prompts stall it from now on."""
+        self._queues[row].begin_answer(held, self.now_s(), self.scale * self._float[PACE][row])
+
     def end_lease(self, row: int, held: Held) -> None:
         """Take a lease off a row; its prefill has ended before."""
         ints, work = self._int, held.work
@@ -390,7 +395,8 @@ class LoadTable:
         ints[CONTEXT_TOKENS][row] -= work.context_tokens
         ints[WIDTH][row] = inflight + 1
         ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
-        if work.itl_limit_s < math.inf or (work.prefill_tokens and work.context_tokens):
+        has_begun = work.prefill_tokens or held.began_s < math.inf
+        if work.itl_limit_s < math.inf or (has_begun and work.context_tokens):
             queue, rate = self._queues[row], self.scale * self._float[PACE][row]
             queue.forget(held, self.now_s(), rate)
             self._show_promises(row, queue)

@@ -55,6 +55,7 @@ class WorkerRows:
         step_tokens: int,
         models: frozenset[str],
         pair: PairKey,
+        takes_whole: bool,
     ) -> None:
         """Have `n_rows` rows in use, each with these limits, KV capacity, models and pair.
 
@@ -62,7 +63,7 @@ class WorkerRows:
         but where that has no `max_inflight`, it may be the number of requests that the engine
         runs at once. `capacity_tokens` is the size of one row's KV cache, `step_tokens` the most that
         its engine computes in one step (0: not known), `pair` what the worker
-        says of its handoffs.
+        says of its handoffs, `takes_whole` whether it says that it takes requests without one.
         """
         while len(self.rows) < n_rows:
             self.rows.append(self.table.add_row(self._address, len(self.rows)))
@@ -74,6 +75,7 @@ class WorkerRows:
                 max_inflight=_or_unlimited(limits.max_inflight),
                 max_queued_tokens=_or_unlimited(limits.max_queued_tokens),
                 capacity_tokens=capacity_tokens,
+                takes_whole=int(takes_whole),
             )
             self.table.set_pair(row, pair)
             self.table.set_step_tokens(row, step_tokens)

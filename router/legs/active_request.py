@@ -101,7 +101,7 @@ class ActiveRequest:
                 sink.worker_lost(member.reason)
             else:
                 limit_s = max(self.deadline_s - now_s, 0.0) + LEG_SLACK_S
-                metadata = self._leg_metadata(lease)
+                metadata = self._leg_metadata(lease, stage)
                 leg_call = member.worker.generate(leg, metadata, sink, timeout_s=limit_s)
                 member.legs.add(sink)
                 sink.started(leg_call)
@@ -133,7 +133,7 @@ class ActiveRequest:
         record.cached_tokens = cached_tokens
         if cached_tokens is not None and record.decision is not None:
             seconds = None if done_s is None else done_s - self.leg_started_s
-            choice, joined_s = record.decision.stage(lease.member.stage), lease.held.joined_s
+            choice, joined_s = record.decision.stages[0], lease.held.joined_s
             record.prefilled += (Prefilled(choice, cached_tokens, seconds, joined_s),)
 
     def relay(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Relay:
@@ -156,11 +156,11 @@ class ActiveRequest:
         """The output budget, in tokens, to append to a leg; None: the client gave its own."""
         return self.record.max_tokens if self.request.max_tokens is None else None
 
-    def _leg_metadata(self, lease: Lease) -> Metadata:
+    def _leg_metadata(self, lease: Lease, stage: Stage) -> Metadata:
         metadata = [item for item in self.call.metadata if item[0] in FORWARDED_KEYS]
         member = lease.member
         if lease.rank is not None:
-            key = DECODE_RANK if member.stage is Stage.DECODE else TARGET_RANK
+            key = DECODE_RANK if stage is Stage.DECODE else TARGET_RANK
             metadata.append((key, str(lease.rank)))
         priority = self.assignment.decision.ask.sla.priority
         if priority is not None:
@@ -170,6 +170,12 @@ class ActiveRequest:
                 metadata.append((PRIORITY, str(priority)))
         return metadata
 
+    def begin_answer(self) -> None:
+        """Note the first token of a decode worker that computes prompts of other requests too."""
+        assert self.handoff is not None
+        self.handoff.used()
+        self.assignment.leases[Stage.DECODE].begin_answer()
+
     def hold_handoff(self, session: oe.KvSessionRef) -> None:
         """Take over the handoff that the prefill worker keeps parked, and release an earlier one."""
         if self.handoff is not None:
@@ -178,14 +184,18 @@ class ActiveRequest:
         self.handoff = Handoff(session, holder, self.gateway.releaser)
 
     async def try_elsewhere(self, stage: Stage, failure: GatewayError) -> None:
-        """Lease another worker for the stage. Raises `failure` when that cannot help, or there is none."""
+        """Lease another worker for the stage, or behind a bypass for whichever stages it takes.
+
+        Raises `failure` when that cannot help, or there is none.
+        """
         may_retry = isinstance(failure, LegFailed) and failure.retryable
         if not may_retry or self.record.n_attempts(stage) >= self.gateway.settings.max_attempts:
             raise failure
         lease = self.assignment.leases[stage]
         lease.release()
         self.ask = replace(self.ask, excluded=self.ask.excluded | {lease.member.address})
-        self.assignment.adopt(await self._reassigned(lease.member, failure, (stage,)))
+        stages = None if self.assignment.decision.is_bypass else (stage,)
+        self.assignment.adopt(await self._reassigned(lease.member, failure, stages))
         self.record.decision = self.assignment.decision
         self._note_retry(stage, failure)
 
@@ -213,13 +223,16 @@ class ActiveRequest:
         self._note_retry(Stage.PREFILL, failure)
 
     async def _reassigned(
-        self, lost_by: Member, failure: GatewayError, stages: tuple[Stage, ...]
+        self, lost_by: Member, failure: GatewayError, stages: tuple[Stage, ...] | None
     ) -> Assignment:
-        """Other workers, waited for like any, but as old as the request is. Raises `failure`."""
+        """Other workers for these stages, waited for like any, but as old as the request is.
+
+        For all stages (None) it may be a decode worker alone. Raises `failure`.
+        """
         dispatcher, started_s = self.gateway.dispatcher, self.gateway.now_s()
         # What it was decided by does not change any more, whatever a reload says its class means.
-        stays = [lease.member for of, lease in self.assignment.leases.items() if of not in stages]
-        later_s = 0.0
+        leases, later_s = self.assignment.leases, 0.0
+        stays = [] if stages is None else [leases[of].member for of in leases if of not in stages]
         if stays and stages == (Stage.PREFILL,):
             taker = self.assignment.decision.stage(Stage.DECODE)
             assert taker.row is not None

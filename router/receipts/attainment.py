@@ -37,8 +37,9 @@ CellKey = tuple[Stage, tuple[int, ...]]
 class Attainment:
     """Counts how many requests each grid cell had, and how many met their targets, under one configuration.
 
-    A prefill cell is judged by TTFT, a decode cell by ITL, an agg cell by both. A request that ended
-    without its answer counts up to the stage in which it ended, and not in later ones.
+    A prefill cell is judged by TTFT, a decode cell by ITL, an agg cell by both. What a decode worker
+    serves alone counts in its decode cell, and in none of prefill. A request that ended without its answer
+    counts up to the stage in which it ended, and not in later ones.
     """
 
     def __init__(self, version: str) -> None:
@@ -74,11 +75,11 @@ class Attainment:
         for choice in decision.stages:
             stage = choice.stage
             if choice.config.version == self.version:
-                of_ttft = ttft_met if stage is not Stage.DECODE else None
+                of_ttft = ttft_met if choice.pool_stage is not Stage.DECODE else None
                 of_itl = itl_met if stage is not Stage.PREFILL else None
                 is_judged = of_ttft is not None or of_itl is not None
                 is_met = is_judged and of_ttft is not False and of_itl is not False
-                counts = self._cells[stage, choice.cell.index]
+                counts = self._cells[choice.pool_stage, choice.cell.index]
                 counts[0] += 1
                 counts[1] += is_met and stage is not failed_in
                 counts[2] += is_judged

@@ -20,9 +20,14 @@ log = logging.getLogger(__name__)
 
 
 def accuracies(pool: Pool) -> Iterator[tuple[str, Accuracy, float]]:
-    """Each latency of a pool, how right it is predicted, and the part of a target that may be filled."""
+    """Each latency of a pool, how right it is predicted, and the part of a target that may be filled.
+
+    TTFT of a decode pool is that of requests which it serves alone.
+    """
     if pool.stage is not Stage.DECODE:
         yield "ttft", pool.estimator.ttft, TTFT_SHARE
+    elif pool.whole is not None:
+        yield "ttft", pool.whole.ttft, TTFT_SHARE
     if pool.stage is not Stage.PREFILL:
         yield "itl", pool.estimator.itl, ITL_SHARE
 
@@ -39,7 +44,7 @@ def update_estimators(record: Record, itl_s: float | None, fleet: Fleet) -> None
         return
     fleet.answers.observe(record.sla.objective, record.stats.n_tokens)
     choice = record.decision.stages[-1]
-    pool = fleet.pool(choice.pool, choice.stage)
+    pool = fleet.pool(choice.pool, choice.pool_stage)
     estimator = _estimator(choice, pool)
     if pool is None or estimator is None:
         return
@@ -70,8 +75,8 @@ def _pair(pairs: Pairs, fleet: Fleet) -> None:
         if pair is None:
             continue
         choice = pair.choice
-        pool, predicted_by = fleet.pool(choice.pool, choice.stage), choice.won.pool.estimator
-        estimator = _estimator(choice, pool)
+        pool, predicted_by = fleet.pool(choice.pool, choice.pool_stage), choice.won.pool.estimator
+        estimator = _estimator(choice, pool, of_prompt=name == "ttft")
         if pool is None or estimator is None:
             continue
         accuracy = estimator.ttft if name == "ttft" else estimator.itl
@@ -93,10 +98,10 @@ def _learn_prefill(prefilled: Prefilled, fleet: Fleet) -> None:
     choice, cached_tokens = prefilled.choice, prefilled.cached_tokens
     scored, row = choice.won, choice.row
     assert row is not None
-    pool = fleet.pool(choice.pool, choice.stage)
+    pool = fleet.pool(choice.pool, choice.pool_stage)
     if (member := _member(choice, pool, fleet)) is not None:
         member.prefix_error.add_prompt(scored.pool.cached.cached_tokens.item(row), cached_tokens)
-    estimator = _estimator(choice, pool)
+    estimator = _estimator(choice, pool, of_prompt=True)
     if pool is None or estimator is None or prefilled.seconds is None:
         return
     before, rows = scored.pool.estimator, scored.pool.rows
@@ -110,15 +115,21 @@ def _member(choice: StageChoice, pool: Pool | None, fleet: Fleet) -> Member | No
     member = None if pool is None else pool.members.get(choice.worker or "")
     if member is None:
         # It may drain, and its pool with it.
-        wanted = (choice.stage, choice.pool, choice.worker)
+        wanted = (choice.pool_stage, choice.pool, choice.worker)
         found = (each for each in fleet.all_members() if each.is_draining)
         member = next((m for m in found if (m.stage, m.pool, m.address) == wanted), None)
     return member
 
 
-def _estimator(choice: StageChoice, pool: Pool | None) -> Estimator | None:
-    """What learns from a choice; None: its pool has gone, or is of other workers by now."""
+def _estimator(
+    choice: StageChoice, pool: Pool | None, *, of_prompt: bool = False
+) -> Estimator | None:
+    """What learns from a choice, or with `of_prompt` from how long the prompt of one took.
+
+    None: its pool has gone, or is of other workers by now.
+    """
     predicted_by = choice.won.pool.estimator.profile
     if pool is None or pool.estimator.profile is not predicted_by:
         return None
-    return pool.estimator
+    is_bypass = choice.pool_stage is not choice.stage
+    return pool.whole if of_prompt and is_bypass else pool.estimator

@@ -28,6 +28,7 @@ STAGE_OF_WIRE = {wire: stage for stage, wire in WIRE_STAGE.items()}
 FIGURES = (
     "inflight", "worker_inflight", "queued_tokens", "queued_s", "context_tokens", "foreign_requests",
     "foreign_s", "last_chosen", "suspect", "device_tokens", "host_tokens", "pace", "join_tokens",
+    "takes_whole",
 )  # fmt: skip
 """Fields of a `RowView` that a `Candidate` has under the same name."""
 
@@ -54,6 +55,8 @@ def decision_steps(decision: Decision, *, request_id: str, max_tokens: int) -> S
     message = _decision_message(decision, request_id, max_tokens, ())
     for choice in decision.stages:
         message.stages.append((yield from choice_steps(choice)))
+    for choice in decision.untaken:
+        message.untaken.append((yield from choice_steps(choice)))
     return message
 
 
@@ -62,7 +65,7 @@ def choice_steps(choice: StageChoice) -> Steps[gw.StageChoice]:
     message = _choice_message(choice, ())
     message.pools.extend(_pool_look(scored.pool) for scored in choice.scored)
     places: dict[PairKey, int] = {}
-    if choice.pairing is not None:
+    if isinstance(choice.pairing, Pairing):
         message.pairing.CopyFrom(_pairing_message(choice.pairing, choice.scored, places))
     for number, candidate in enumerate(_every_candidate(choice), start=1):
         candidate_of = candidate_message(candidate, model=choice.ask.model)

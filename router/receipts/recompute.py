@@ -5,9 +5,10 @@ with the configuration, the corrections and the draw with the choice.
 
 Compared with the record are: of a choice the winner with its rank and pool, `cell`, `base_pool`,
 `pool_order`, `overridden`, `targets`, `starved`, `is_met` and the pools that were looked at; of each
-candidate `excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached
-tokens ...) is found changed if one of these then comes out otherwise. Nothing else is compared: not the
-order of the candidates, nor `would_meet`, `text`, `attempts`, `actual`, the number of retries, ids, times.
+candidate `excluded`, `score_s` and both predictions; of a bypass that was tried whether it was taken. A
+figure that went in (state, limits, queues, cached tokens ...) is found changed if one of these then
+comes out otherwise. Nothing else is compared: not the order of the candidates, nor `would_meet`,
+`text`, `attempts`, `actual`, the number of retries, ids, times.
 """
 
 import math
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slagate.pools.fleet.pool import PoolSnapshot
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.kept_room import KeptRoom
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.row_view import RowView, State
@@ -32,8 +34,9 @@ from slagate.router.receipts.messages import (
     choice_steps,
 )
 from slagate.router.request.sla import Sla
-from slagate.router.scheduling.pairs import Pairing, Partner
-from slagate.router.scheduling.policy import choose_stage
+from slagate.router.scheduling.bypass import is_better
+from slagate.router.scheduling.pairs import ALONE, Pairing, Partner
+from slagate.router.scheduling.policy import StageChoice, choose_stage
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.workers.runtime.cooperative import run_at_once
 
@@ -58,17 +61,44 @@ def decide_again(
 ) -> Iterator[Mismatch | None]:
     """Decide a receipt's choices again; yields for each None if it comes out the same, else a `Mismatch`.
 
-    Choices that retries replaced come first, then the last one of each stage. `configs` has, by version,
-    the configurations that come before the receipt in its stream. Raises `UnusableReceipt` naming the field
-    where a choice cannot be decided again, which may be after results of others.
+    Choices that retries replaced come first, then the last one of each stage. Where a bypass was tried
+    those of the way that was not taken follow, the last of them with a `Mismatch` where the other way
+    comes out. `configs` has, by version, the configurations that come before the receipt in its stream.
+    Raises `UnusableReceipt` naming the field where a choice cannot be decided again, which may be after
+    results of others.
     """
     _check_stages(receipt, configs)
     places = [(f"receipt.replaced[{at}]", each) for at, each in enumerate(receipt.replaced)]
     last = receipt.decision.stages
     places += [(f"receipt.decision.stages[{at}]", each) for at, each in enumerate(last)]
-    for place, choice in places:
-        rules = _rules(place, choice.config_version, configs)
-        yield _decide_again(place, choice, receipt.decision, rules)
+    untaken = receipt.decision.untaken
+    places += [(f"receipt.decision.untaken[{at}]", each) for at, each in enumerate(untaken)]
+    again: list[StageChoice | None] = []
+    for number, (place, recorded) in enumerate(places, start=1):
+        rules = _rules(place, recorded.config_version, configs)
+        found, choice = _decide_again(place, recorded, receipt.decision, rules)
+        again.append(choice)
+        if found is None and untaken and number == len(places):
+            found = _other_way(receipt.decision, again[len(receipt.replaced) :])
+        yield found
+
+
+def _other_way(decision: gw.Decision, again: Sequence[StageChoice | None]) -> Mismatch | None:
+    """The difference where a bypass is taken that was not, or the other way round.
+
+    `again` has what came out of the choices of the way that was taken, then of the other one.
+    """
+    choices = [choice for choice in again if choice is not None]
+    alone = [choice for choice in choices if choice.is_bypass]
+    pair = tuple(choice for choice in choices if not choice.is_bypass)
+    if len(choices) != len(again) or len(alone) != 1:
+        return None  # one of them differs, which was told
+    was_taken = decision.stages[0].stage == gw.STAGE_AGG
+    if is_better(alone[0], pair) is was_taken:
+        return None
+    words = ["prefill and decode", "a bypass of prefill workers"]
+    recorded, recomputed = words[was_taken], words[not was_taken]
+    return Mismatch(decision.request_id, Stage.AGG.value, recorded=recorded, recomputed=recomputed)
 
 
 def _rules(place: str, version: str, configs: Mapping[str, RecordedConfig]) -> RecordedConfig:
@@ -83,11 +113,20 @@ def _rules(place: str, version: str, configs: Mapping[str, RecordedConfig]) -> R
 
 
 def _check_stages(receipt: gw.Receipt, configs: Mapping[str, RecordedConfig]) -> None:
-    """Check that there is one choice for each stage, in order, or none if none was ever made."""
+    """Check that there is one choice for each stage, in order, or none if none was ever made.
+
+    Or that there is a bypass in their place, which then are those that were not taken.
+    """
     found = [STAGE_OF_WIRE.get(choice.stage) for choice in receipt.decision.stages]
     if not found and not receipt.replaced and not receipt.attempts:
         return
     rules = _rules("receipt", receipt.config_version, configs)
+    untaken = [STAGE_OF_WIRE.get(choice.stage) for choice in receipt.decision.untaken]
+    both = [Stage.PREFILL, Stage.DECODE]
+    if list(rules.grids) == both and [found, untaken] in ([both, [Stage.AGG]], [[Stage.AGG], both]):
+        return
+    if untaken:
+        raise UnusableReceipt("receipt.decision.untaken: is not what a bypass may come with")
     if found != list(rules.grids):
         wanted = ", ".join(stage.value for stage in rules.grids)
         got = ", ".join("no stage" if stage is None else stage.value for stage in found[:9])
@@ -105,9 +144,14 @@ class _Pools(dict[str, PoolSnapshot]):
 
 def _decide_again(
     place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: RecordedConfig
-) -> Mismatch | None:
+) -> tuple[Mismatch | None, StageChoice | None]:
+    """A choice made again, and how it differs; None where it could not be made."""
     stage = STAGE_OF_WIRE.get(recorded.stage)
-    if stage is None or stage not in rules.grids:
+    is_bypass = (
+        stage is Stage.AGG and stage not in rules.grids and rules.config.scheduling.bypass == "auto"
+    )
+    grid = None if stage is None else rules.grids.get(Stage.DECODE if is_bypass else stage)
+    if stage is None or grid is None:
         raise UnusableReceipt(f"{place}.stage: the fleet file has no such stage")
     if not 0 <= recorded.draw < 1:
         raise UnusableReceipt(f"{place}.draw: must be in [0, 1), got {recorded.draw}")
@@ -117,15 +161,16 @@ def _decide_again(
     keys = [
         PairKey(*(getattr(key, name) for name in PairKey._fields)) for key in recorded.pairing.keys
     ]
-    pairing = _pairing(place, recorded, keys)
+    pairing = ALONE if is_bypass else _pairing(place, recorded, keys)
     pools = _pools(place, recorded, decision, rules, keys)
     found: tuple[str, str] | None
+    choice = None
     try:
         ask = _ask(recorded, decision, by_targets=rules.policy != "least_loaded")
         choice = choose_stage(
             stage,
             ask,
-            rules.grids[stage],
+            grid,
             pools,
             draw=recorded.draw,
             pairing=pairing,
@@ -137,9 +182,9 @@ def _decide_again(
     else:
         found = _difference(recorded, run_at_once(choice_steps(choice)))
     if found is None:
-        return None
+        return None, choice
     told, again = found
-    return Mismatch(decision.request_id, stage.value, recorded=told, recomputed=again)
+    return Mismatch(decision.request_id, stage.value, recorded=told, recomputed=again), None
 
 
 def _ask(recorded: gw.StageChoice, decision: gw.Decision, *, by_targets: bool) -> RoutingRequest:

@@ -89,7 +89,9 @@ class ReceiptRing:
         stamp = ReceiptNumber(self._number(self._next_number), self._unix_s(), version)
         self.attainment.count(record, outcome)
         choices = record.choices
-        n_rows = sum(len(scored.pool.rows) for choice in choices for scored in choice.scored)
+        if decided is not None and decided.untaken:
+            choices += decided.untaken
+        n_rows = sum(len(scored.pool.rows.names) for choice in choices for scored in choice.scored)
         n_bytes = RECEIPT_BYTES + CHOICE_BYTES * len(choices) + ROW_BYTES * n_rows
         if version != self._last_version and decided is not None:
             # Receipts of one version share its configuration: the first one of each is charged for it.

@@ -21,6 +21,7 @@ from slagate.pools.inflight.row_view import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.errors import GatewayError, NoWorker, Overloaded, UnknownModel
+from slagate.router.scheduling.bypass import try_bypass
 from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER
 from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision, StageChoice, choose
@@ -87,7 +88,8 @@ class Dispatcher:
     def _changed(self, pool: str) -> None:
         """Capacity of a pool was given back."""
         if self._queue.n_waiting:
-            self.step(pool)
+            # With bypasses what waits for a prefill worker may go to a decode worker alone.
+            self.step(None if self.fleet.bypasses else pool)
         if self._peers.n_peers:
             self._peers.wake()
 
@@ -196,6 +198,8 @@ class Dispatcher:
             pending.decision = self._choose(
                 pending.ask, pending.prompt, pending.stages, self._rng, elapsed_s
             )
+            if reserved:
+                _leave_reserved(pending, reserved)
             choices = pending.decision.stages
             # Not refused before its turn: workers that are down now may be back by then.
             if not any(choice.row is not None and choice.pool in reserved for choice in choices):
@@ -249,7 +253,11 @@ class Dispatcher:
                 raise NoWorker(f"the configuration has no {gone} pools any more")
             grids = {stage: grids[stage] for stage in stages}
         views = fleet.views(prompt)
-        return self._choose_workers(ask, grids, views, rng=rng, config=self._config)
+        decision = self._choose_workers(ask, grids, views, rng=rng, config=self._config)
+        if fleet.bypasses and stages is None:
+            draw = rng.random()
+            decision = try_bypass(decision, grids, views, draw=draw, config=self._config)
+        return decision
 
     def _settle(self, pending: PendingAssignment, reserved: Set[str]) -> None:
         """Take the leases of a request's decision, or refuse it, or do nothing: then it has to wait.
@@ -257,6 +265,8 @@ class Dispatcher:
         It is refused where a stage has nobody that would be worth waiting for. It waits where a stage has
         nobody now, or somebody of a pool that is reserved for older requests.
         """
+        if reserved:
+            _leave_reserved(pending, reserved)
         choices = pending.decision.stages
         has_to_wait = False
         for choice in choices:
@@ -349,6 +359,13 @@ class Dispatcher:
         if name not in self._noted and len(self._noted) < CLASSES_NOTED:
             self._noted.add(name)
             log.warning("request.unknown_class", extra={"class": name, "counts_as": ANY_CLASS})
+
+
+def _leave_reserved(pending: PendingAssignment, reserved: Set[str]) -> None:
+    """Drop a bypass whose pool is reserved for older requests: what waits waits for both stages."""
+    decision = pending.decision
+    if decision.is_bypass and decision.stages[0].pool in reserved:
+        pending.decision = Decision(decision.ask, decision.untaken)
 
 
 def _note_spill(pool: Pool, choice: StageChoice) -> None:

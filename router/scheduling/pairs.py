@@ -14,6 +14,7 @@ from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.pair_key import PairFit, PairKey, fit
 from slagate.pools.inflight.table import Flags, Rows
 
+NOT_WHOLE = "does not say that it takes requests without a handoff"
 NO_TAKER = "has no decode worker that it can hand over to"
 TAKERS_AT_LIMIT = "waiting for a decode worker that it can hand over to"
 CANNOT_TAKE_OVER = "cannot take over from the prefill worker"
@@ -57,6 +58,22 @@ class Pairing(msgspec.Struct, frozen=True, gc=False):
         if decodes:
             return CANNOT_TAKE_OVER
         return TAKERS_AT_LIMIT if fitting else NO_TAKER
+
+
+class Alone(msgspec.Struct, frozen=True, gc=False):
+    """A bypass: a decode worker computes the prompt too, and there is no other stage."""
+
+    def excluded(self, stage: Stage, rows: Rows) -> Iterator[tuple[str, Flags]]:
+        """Yield why rows may not be chosen, as `Pairing.excluded` does."""
+        yield NOT_WHOLE, rows.ints("takes_whole") == 0
+
+    def fits(self, stage: Stage, rows: Rows) -> Flags:
+        """Which rows may be chosen as far as this goes, as `Pairing.fits` does."""
+        flags: Flags = rows.ints("takes_whole") != 0
+        return flags
+
+
+ALONE = Alone()
 
 
 def with_worker(pair: PairKey, *, strict: bool) -> Pairing:

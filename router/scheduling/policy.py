@@ -24,7 +24,7 @@ from slagate.pools.grid.grid import AnyAxis, Cell, Placement, Stage, StageGrid
 from slagate.pools.inflight.pair_key import PairKey, all_fit
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
-from slagate.router.scheduling.pairs import Pairing, partners, with_worker
+from slagate.router.scheduling.pairs import ALONE, Alone, Pairing, partners, with_worker
 from slagate.router.scheduling.score import (
     YIELDS,
     RoutingRequest,
@@ -70,7 +70,8 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     is_met: bool | None = (
         None  # whether the targets are predicted to be met; None: it was not judged
     )
-    pairing: Pairing | None = None  # None: the other stage left every row open
+    pairing: Pairing | Alone | None = None  # None: the other stage left every row open
+    pool_stage: Stage  # of the chosen pool; for a bypass `DECODE`, where `stage` is `AGG`
     would_meet: tuple[str, ...] = ()
     """Of what is predicted to miss: names of the pools that would meet the targets, but are not for it."""
 
@@ -81,9 +82,23 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
 
     @property
     def targets(self) -> tuple[LatencyTarget, ...]:
-        """The target on each latency axis of the grid."""
+        """The target on each latency axis of the grid; in a bypass TTFT's besides."""
         sla, axes = self.ask.sla, self.grid.axes
-        return tuple(_target(axis, sla) for axis in axes if axis.field in TARGETS)
+        found = tuple(_target(axis, sla) for axis in axes if axis.field in TARGETS)
+        if not self.is_bypass or sla.ttft_ms is None:
+            return found
+        return (LatencyTarget("ttft_ms", sla.ttft_ms, _source("ttft_ms", sla)), *found)
+
+    @property
+    def is_bypass(self) -> bool:
+        """Whether it is of a decode worker that is to compute the prompt too, in stage `AGG`."""
+        return self.pool_stage is not self.stage
+
+    @property
+    def first_token_s(self) -> float:
+        """Predicted seconds to the first token, if this is the first stage and has a worker."""
+        assert self.row is not None
+        return self.won.first_response_s(self.row) + self.won.later_s
 
     @property
     def worker(self) -> str | None:
@@ -139,6 +154,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
     admission: str = ""
     """Of what is predicted to miss its targets as it comes: one of `MISSES`; empty: it is not."""
     class_name: str = ANY_CLASS  # with `admission`: the class as the configuration lists it
+    # Where a bypass was tried: the way that was not taken, the bypass or the choices of both stages.
+    untaken: tuple[StageChoice, ...] = ()
 
     def stage(self, stage: Stage) -> StageChoice:
         """The choice for one stage. Raises `KeyError` for a stage that was not decided."""
@@ -146,6 +163,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
             if choice.stage is stage:
                 return choice
         raise KeyError(stage)
+
+    @property
+    def is_bypass(self) -> bool:
+        """Whether a decode worker is to serve the request alone."""
+        return self.stages[0].is_bypass
 
     @property
     def is_met(self) -> bool | None:
@@ -161,6 +183,10 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
         """A copy of the decision with this choice for its stage; `admission` stays that of the arrival."""
         stages = tuple(choice if old.stage is choice.stage else old for old in self.stages)
         return Decision(self.ask, stages, self.admission, self.class_name)
+
+    def replaced_by(self, other: "Decision") -> "Decision":
+        """A copy of the other one, with the `admission` of this one."""
+        return replace(other, admission=self.admission, class_name=self.class_name)
 
 
 class Choose(Protocol):
@@ -305,7 +331,7 @@ def choose_stage(
     *,
     draw: float,
     config: gw.GatewayConfig = NO_CONFIG,
-    pairing: Pairing | None = None,
+    pairing: Pairing | Alone | None = None,
     later_s: float = 0.0,
     says_elsewhere: bool = True,
     known: tuple[ScoredPool, ...] = (),
@@ -354,6 +380,7 @@ def choose_stage(
         config=config,
         is_met=is_met,
         pairing=pairing,
+        pool_stage=Stage.DECODE if pairing is ALONE else stage,
         would_meet=would_meet,
     )
 
@@ -431,5 +458,8 @@ def _target(axis: AnyAxis, sla: Sla) -> LatencyTarget:
     given_ms = sla.ttft_ms if axis.field == "ttft_ms" else sla.itl_ms
     if given_ms is None:
         return LatencyTarget(axis.field, axis.midpoint, "grid")
-    source = "objective" if axis.field in sla.by_objective else "request"
-    return LatencyTarget(axis.field, given_ms, source)
+    return LatencyTarget(axis.field, given_ms, _source(axis.field, sla))
+
+
+def _source(field: str, sla: Sla) -> str:
+    return "objective" if field in sla.by_objective else "request"

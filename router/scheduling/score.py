@@ -34,7 +34,15 @@ from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.row_view import LEFT, READY, STATES, RowView, State
 from slagate.pools.inflight.table import QUEUE_FULL, Flags, Floats, Ints, Rows
 from slagate.router.request.sla import Sla
-from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER, TAKERS_AT_LIMIT, Pairing
+from slagate.router.scheduling.pairs import (
+    ALONE,
+    CANNOT_TAKE_OVER,
+    NO_TAKER,
+    NOT_WHOLE,
+    TAKERS_AT_LIMIT,
+    Alone,
+    Pairing,
+)
 
 STARVED_ROUNDS = 10
 
@@ -65,6 +73,7 @@ _REASONS = (
     NO_TAKER,
     TAKERS_AT_LIMIT,
     CANNOT_TAKE_OVER,
+    NOT_WHOLE,
 )
 _CODES = {reason: code for code, reason in enumerate(_REASONS)}
 _LEFT = _CODES[State.LEFT.value]
@@ -114,7 +123,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     # of the chosen row is needed: see `first_response_s`.
     ttft_s: Floats | None
     itl_s: Floats | None  # f64[n_rows], predicted; None for prefill
-    pairing: Pairing | None = None  # None: any row goes with what the other stage has
+    pairing: Pairing | Alone | None = None  # None: any row goes with what the other stage has
     later_s: float = 0.0  # predicted from that response to the first token
 
     def __len__(self) -> int:
@@ -238,7 +247,9 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Rows that may be chosen, without suspect ones if there are others; None: all may."""
         rows, pairing = self.pool.rows, self.pairing
         has_suspects = rows.counts.n_suspect > 0
-        if not _all_open(self.stage, self.ask, self.pool):
+        # A worker that decodes needs room in its KV cache, also where it computes the prompt too.
+        stage = Stage.DECODE if pairing is ALONE else self.stage
+        if not _all_open(stage, self.ask, self.pool):
             open_: Ints = (self._reasons == 0).nonzero()[0]  # i64[n_open]
         elif pairing is not None:
             open_ = pairing.fits(self.stage, rows).nonzero()[0]
@@ -276,7 +287,7 @@ def score_pool(
     stage: Stage,
     ask: RoutingRequest,
     pool: PoolSnapshot,
-    pairing: Pairing | None = None,
+    pairing: Pairing | Alone | None = None,
     later_s: float = 0.0,
 ) -> ScoredPool:
     """Score every row of a pool for one stage of a request, in predicted seconds."""
@@ -339,12 +350,15 @@ def _work_s(ask: RoutingRequest, pool: PoolSnapshot) -> Floats:
 
 
 def _reasons(
-    stage: Stage, ask: RoutingRequest, pool: PoolSnapshot, pairing: Pairing | None = None
+    stage: Stage,
+    ask: RoutingRequest,
+    pool: PoolSnapshot,
+    pairing: Pairing | Alone | None = None,
 ) -> npt.NDArray[np.int8]:
     """Why each row may not be chosen, as a place in `_REASONS`; the reason written last counts."""
     rows = pool.rows
     reasons = np.zeros(len(rows), dtype=np.int8)  # i8[n_rows], 0: it may be chosen
-    if stage is Stage.DECODE:
+    if stage is Stage.DECODE or pairing is ALONE:
         # Not for agg: there prompts share cached blocks, and the engine itself lets a request wait.
         needed = rows.ints("context_tokens") + ask.isl_tokens
         full = (needed > rows.ints("capacity_tokens")) & (rows.ints("inflight") > 0)

@@ -179,10 +179,13 @@ def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
     has_itl = estimator.itl_basis != "grid"
     if has_itl and scored.itl_s is not None and sla.itl_ms is not None:
         itl_limit_s = ITL_SHARE * sla.itl_ms / 1000
-        if scored.stage is Stage.AGG:
+        whole = scored.pool.whole
+        if scored.stage is Stage.AGG or whole is not None:
             gaps = max(1.0, scored.ask.answer_tokens - 1.0)
             room_s = max(0.0, itl_limit_s - scored.itl_s.item(row)) * gaps
-            stall_s = room_s / max(_LEAST_S, scored.rate(row))
+            of_prompts = estimator if whole is None else whole
+            rate = of_prompts.coefficients.prefill_scale * scored.pool.rows.pace.item(row)
+            stall_s = room_s / max(_LEAST_S, rate)
     return Work(*work[:3], due_s, itl_limit_s, stall_s)
 
 

@@ -39,7 +39,14 @@ class Assignment:
         return [lease.member for lease in self.leases.values()]
 
     def adopt(self, other: "Assignment") -> None:
-        """Take over the other's leases and choices, and release the leases that they replace."""
+        """Take over the other's leases and choices, and release the leases that they replace.
+
+        A bypass takes over whichever stages the other has.
+        """
+        if self.decision.is_bypass:
+            self.release()
+            self.leases, self.decision = other.leases, self.decision.replaced_by(other.decision)
+            return
         for choice in other.decision.stages:
             self.leases[choice.stage].release()
             self.leases[choice.stage] = other.leases[choice.stage]

@@ -16,6 +16,8 @@ POOLS_TOLD = 8
 def explained(decision: Decision) -> str:
     """The decision, a line for each stage, then what becomes of it."""
     lines = [_explain(decision.ask, choice) for choice in decision.stages]
+    if decision.is_bypass:
+        lines.append(_explain_bypass(decision))
     if decision.admission == "refused":
         lines.append("Admission is on, so it is refused.")
     elif decision.admission == "shadow":
@@ -26,6 +28,19 @@ def explained(decision: Decision) -> str:
         name = shown(decision.ask.sla.objective)
         lines.append(f'Class {name} is not in objectives, it counts as "{ANY_CLASS}".')
     return "\n".join(lines)
+
+
+def _explain_bypass(decision: Decision) -> str:
+    """Why a decode worker serves a request alone."""
+    prefill = decision.untaken[0]
+    nobody = [choice.stage.value for choice in decision.untaken if choice.row is None]
+    if nobody:
+        why = f"no {nobody[0]} worker can take it"
+    elif any(choice.is_met is False for choice in decision.untaken):
+        why = "by prefill and decode it is predicted to miss its targets"
+    else:
+        why = f"by prefill and decode a TTFT of {prefill.first_token_s * 1000:.1f} ms is predicted"
+    return f"It is a decode worker that computes the prompt too: {why}."
 
 
 def misses(decision: Decision) -> str:

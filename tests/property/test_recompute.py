@@ -71,6 +71,30 @@ def test_what_was_decided_by_targets_comes_out_the_same(mode: str, spill: str) -
     assert sum(len(receipt.decision.sla.as_fast) > 0 for receipt in receipts) >= N_RECEIPTS / 10
 
 
+@pytest.mark.parametrize("falls_back", [False, True], ids=["learnt", "falls back"])
+def test_a_bypass_comes_out_the_same_taken_or_not(*, falls_back: bool) -> None:
+    fleet = RandomFleet(spill="any", falls_back=falls_back, bypasses=True)
+    receipts = [fleet.receipt(random.Random(seed), seed) for seed in range(2 * N_RECEIPTS)]
+    recheck = Recomputer()
+    assert list(recheck.read(as_lines(fleet.config, *receipts))) == []
+    n_choices = sum(len(every_choice(each)) + len(each.decision.untaken) for each in receipts)
+    assert (recheck.n_receipts, recheck.n_choices) == (len(receipts), n_choices)
+    taken = [each for each in receipts if each.decision.stages[0].stage == gw.STAGE_AGG]
+    tried = [each for each in receipts if each.decision.untaken]
+    again = [each for each in taken if len(each.replaced) == 1]
+    assert min(len(taken), len(tried) - len(taken)) >= len(receipts) / 40
+    assert again
+    assert any(each.replaced for each in tried if each not in taken)
+    for number, receipt in enumerate(tried):
+        changed = gw.Receipt.FromString(receipt.SerializeToString())
+        for name, other in (("stages", "untaken"), ("untaken", "stages")):
+            changed.decision.ClearField(name)  # type: ignore[arg-type]
+            getattr(changed.decision, name).extend(getattr(receipt.decision, other))
+        found = list(Recomputer().read(as_lines(fleet.config, changed)))
+        assert len(found) == 1, number
+        assert "a bypass of prefill workers" in str(found[0])
+
+
 @pytest.mark.parametrize("mode", ["disagg", "agg"])
 def test_what_was_decided_where_predictions_are_off_comes_out_the_same(mode: str) -> None:
     fleet = RandomFleet(mode, spill="any", falls_back=True)

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import pytest
 
 from slagate.pools.fleet_file.load import parse_config
 from slagate.proto import gateway_pb2 as gw
@@ -27,7 +28,16 @@ from slagate.workers.worker import Worker
 from support.builders import engine_error
 from support.gateway.context import Context
 from support.gateway.reloads import Nowhere
-from support.gateway.simulation import LOST, REFUSALS, Fleet, Plan, fleet_file, running, simulate
+from support.gateway.simulation import (
+    LOST,
+    REFUSALS,
+    Fleet,
+    Plan,
+    check_tokens,
+    fleet_file,
+    running,
+    simulate,
+)
 from support.seeds import is_long_run, n_in
 from support.worker.network import Fault, FaultyWorker
 
@@ -48,7 +58,7 @@ CLASSES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def file() -> dict[str, Any]:
+def file(bypass: str) -> dict[str, Any]:
     """A fleet with classes, of several pools a stage, between which load decides; nobody waits for ever."""
     content = fleet_file(
         {
@@ -58,7 +68,7 @@ def file() -> dict[str, Any]:
     )
     for name, pool in content["pools"].items():
         pool |= {"cost": COSTS.get(name, 1.0), "max_inflight": 5}
-    content["scheduling"] = {"spill": "any", "admission": "on"}
+    content["scheduling"] = {"spill": "any", "admission": "on", "bypass": bypass}
     content["objectives"] = CLASSES
     content["enable_priority_retry"] = True
     return content
@@ -125,6 +135,10 @@ def kinds_of(receipt: gw.Receipt) -> set[str]:
         "cached": any(c.candidates[0].device_tokens for c in choices if c.candidates),
         "no workers": any(not c.worker for c in choices),
         "another configuration": len({c.config_version for c in choices}) > 1,
+        "bypass": receipt.decision.stages[0].stage == gw.STAGE_AGG,
+        "bypass not taken": {c.stage for c in receipt.decision.untaken} == {gw.STAGE_AGG},
+        "bypass again": stages.count(gw.STAGE_AGG) > 1,
+        "handed over behind a bypass": stages[:1] == [gw.STAGE_AGG] and gw.STAGE_DECODE in stages,
         receipt.actual.outcome: True,
     }
     return {name for name, is_so in found.items() if is_so}
@@ -181,27 +195,29 @@ async def connect(address: str, worker: TrtllmWorker) -> AsyncIterator[Worker]:
     yield FarWorker(faulty, latency_s=0.004)
 
 
-async def played() -> list[bytes]:
-    """The lines of receipts of all requests, each of which has ended."""
-    async with running({}, seed=SEED, file=file(), connect_to=connect) as fleet:
+async def played(bypass: str) -> list[bytes]:
+    """The lines of receipts of all requests, each of which has got its own tokens, or the first of them."""
+    async with running({}, seed=SEED, file=file(bypass), connect_to=connect) as fleet:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_reload, fleet)
-            await simulate(fleet, plans(random.Random(SEED)))
+            tasks.start_soon(_reload, fleet, bypass)
+            seen = await simulate(fleet, plans(random.Random(SEED)))
+        check_tokens(seen)
         return await receipt_lines(fleet)
 
 
-async def _reload(fleet: Fleet) -> None:
+async def _reload(fleet: Fleet, bypass: str) -> None:
     """The fleet file changes again and again."""
     for cost in range(2, 10):
         await anyio.sleep(SECONDS / 8)
-        content = file()
+        content = file(bypass)
         content["pools"]["prefill-more"]["cost"] = float(cost)
         config = parse_config(content, source="reload", serving=True)
         fleet.app.reloader.put(fleet.app.reloader.propose(lambda config=config: config))
 
 
-def test_every_decision_of_an_overloaded_fleet_comes_out_the_same() -> None:
-    lines = run(played)
+@pytest.mark.parametrize("bypass", ["off", "auto"])
+def test_every_decision_of_an_overloaded_fleet_comes_out_the_same(bypass: str) -> None:
+    lines = run(played, bypass)
     recheck = Recomputer()
     assert list(recheck.read(lines)) == []
     receipts: Sequence[gw.Receipt] = [
@@ -216,5 +232,11 @@ def test_every_decision_of_an_overloaded_fleet_comes_out_the_same() -> None:
     many = {"spill of prefill", "spill of decode", "shed", "met", "cached", "waited", "completed"}
     some = {"prefill again", "decode again", "started over", "served late", "not judged"}
     some |= {"another configuration", *(["no workers"] if is_long_run() else [])}
+    of_bypass = {"bypass again", "handed over behind a bypass"}
+    if bypass == "off":
+        assert not any(receipt.decision.untaken for receipt in receipts)
+        assert not seen.keys() & {"bypass", *of_bypass}
+    else:
+        many, some = many | {"bypass", "bypass not taken"}, some | of_bypass
     assert {kind for kind in many if seen[kind] < N_REQUESTS / 20} == set(), seen
     assert {kind for kind in some if not seen[kind]} == set(), seen

@@ -92,6 +92,7 @@ def view(
         "join_quiet_s": math.inf,
         "join_tokens": 0,
         "last_chosen": 0,
+        "takes_whole": 0,
     }
     return RowView(
         address=address,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Cell, Stage, StageGrid
@@ -50,6 +51,7 @@ class PeerChoice:
         config: gw.GatewayConfig = NO_CONFIG,
     ) -> Decision:
         """A decision for these stages, from pool snapshots by name."""
+        ask = replace(ask, by_targets=False)  # the peer's policy says what they decide
         draw = rng.random()
         places = {stage: self._placed(stage, ask, grid, pools) for stage, grid in stages.items()}
         now_s = self._now_s()
@@ -186,6 +188,7 @@ def _choice(
     order = tuple(each.pool.name for each in scored)
     return StageChoice(
         stage=stage,
+        pool_stage=stage,
         ask=ask,
         grid=place.grid,
         cell=place.cell,

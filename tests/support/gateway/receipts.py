@@ -21,7 +21,8 @@ from slagate.router.receipts.config import config_message
 from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import Sla
-from slagate.router.scheduling.policy import choose
+from slagate.router.scheduling.bypass import try_bypass
+from slagate.router.scheduling.policy import Decision, choose
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.workers.runtime.cooperative import run_at_once
 from support.builders import MODEL, PROFILE, pool_view, view
@@ -50,16 +51,22 @@ def receipt_of(answer: Answer) -> gw.Receipt:
 class RandomFleet:
     """A fleet of several pools a stage, with and without profiles, that is in another state each time.
 
-    With `falls_back` predictions of some pools are off.
+    With `falls_back` predictions of some pools are off; with `bypasses` decode workers may serve alone.
     """
 
     def __init__(
-        self, mode: str = "disagg", *, spill: str = "listed", falls_back: bool = False
+        self,
+        mode: str = "disagg",
+        *,
+        spill: str = "listed",
+        falls_back: bool = False,
+        bypasses: bool = False,
     ) -> None:
         self._falls_back = falls_back
+        self._bypasses = bypasses
         content: dict[str, Any] = disagg_file() if mode == "disagg" else agg_file()
         content["enable_priority_retry"] = True
-        content["scheduling"] = {"spill": spill}
+        content["scheduling"] = {"spill": spill, "bypass": "auto" if bypasses else "off"}
         stages = ("prefill", "decode") if mode == "disagg" else ("agg",)
         names = [name for stage in stages for name in content[f"{stage}_pools"]]
         content["pools"] = {
@@ -82,8 +89,12 @@ class RandomFleet:
         pools = {name: self._pool(name, rng) for name in self._fleet.pools}
         sla = _sla(rng).with_edges(self._fleet.grids.values())
         ask = RoutingRequest(MODEL, rng.choice([200, 1000, 5000]), sla)
-        record.decision = choose(ask, self._fleet.grids, pools, rng=rng, config=self.config)
-        for choice in record.decision.stages:
+        record.decision = self._decide(ask, pools, rng)
+        if record.decision.is_bypass and rng.random() < 0.4:
+            record.attempt(Stage.AGG, OK)
+            excluded = frozenset({record.decision.stages[0].worker or ""})
+            record.decision = self._decide(replace(ask, excluded=excluded), pools, rng)
+        for choice in () if record.decision.is_bypass else record.decision.stages:
             other = [each for each in record.decision.stages if each.stage is not choice.stage]
             partner = other[0].pair_keys[0] if other and other[0].worker else None
             while choice.winner is not None and rng.random() < 0.4:
@@ -97,6 +108,15 @@ class RandomFleet:
         stamp = ReceiptNumber(number, 1.5, self.config.version)
         return run_at_once(record.full(Outcome.COMPLETED, 1.0, stamp))
 
+    def _decide(
+        self, ask: RoutingRequest, pools: Mapping[str, PoolSnapshot], rng: random.Random
+    ) -> Decision:
+        grids, config = self._fleet.grids, self.config
+        decision = choose(ask, grids, pools, rng=rng, config=config)
+        if not self._bypasses:
+            return decision
+        return try_bypass(decision, grids, pools, draw=rng.random(), config=config)
+
     def _pool(self, name: str, rng: random.Random) -> PoolSnapshot:
         decodes = self._fleet.pools[name].stage is Stage.DECODE
         views: list[RowView] = []
@@ -109,6 +129,7 @@ class RandomFleet:
                         f"{name}-{worker}:1",
                         rank if n_ranks > 1 else None,
                         cached=not decodes,
+                        computes=not decodes or self._bypasses,
                         pair=pair,
                     )
                 )
@@ -121,11 +142,22 @@ class RandomFleet:
         if self._falls_back:
             ttft, itl = rng.choice(BASES), rng.choice(BASES)
             estimator = replace(estimator, ttft_basis=ttft, itl_basis=itl)
-        return replace(of, estimator=estimator)
+        whole = None
+        if self._bypasses and decodes:
+            learnt = Coefficients(rng.uniform(0.5, 2), rng.uniform(0, 0.1), 1.0)
+            bases = {"ttft_basis": rng.choice(BASES)} if self._falls_back else {}
+            whole = replace(estimator, coefficients=learnt, **bases).with_itl_of(estimator)
+        return replace(of, estimator=estimator, whole=whole)
 
 
 def _row(
-    rng: random.Random, address: str, rank: int | None, *, cached: bool, pair: PairKey
+    rng: random.Random,
+    address: str,
+    rank: int | None,
+    *,
+    cached: bool,
+    computes: bool,
+    pair: PairKey,
 ) -> RowView:
     """Values from small sets, so that equals are frequent."""
     inflight = rng.choice([0, 0, 0, 1, 4])
@@ -147,7 +179,9 @@ def _row(
         figures |= {"foreign_requests": rng.randint(1, 3), "foreign_s": rng.random() / 10}
     if rng.random() < 0.3:
         figures["pace"] = rng.choice([0.5, 2.0, rng.uniform(0.25, 4.0)])
-    if cached and inflight and rng.random() < 0.5:
+    if not cached and computes:
+        figures["takes_whole"] = rng.choice([0, 1, 1])
+    if computes and inflight and rng.random() < 0.5:
         figures |= {
             "join_tokens": rng.choice([0, 50, 4000]),
             "join_slack_s": rng.choice([-0.1, 0.01, math.inf]),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slagate.pools.fleet_file.load import NO_BYPASS, parse_config
+from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.fleet_file.models import Objective, Scheduling
 from support.fleet.files import agg_file, disagg_file
 from support.fleet.problems import lines
@@ -41,7 +41,7 @@ def test_every_kind_of_file_says_it_at_the_top(kind: str) -> None:
         "a": ("relegate", 2.5),
         "*": ("protect", 1),
     }
-    assert config.warnings == (f"scheduling.bypass: {NO_BYPASS}",)
+    assert config.warnings == ()
 
 
 CASES: list[tuple[dict[str, Any], str]] = [
