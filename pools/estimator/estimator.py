@@ -237,6 +237,10 @@ class Estimator:
         if self._prefill.observe(total_s, seconds, weight=weight):
             self._freeze_again()
 
+    def profiled_itl_s(self, batch_size: float, context_tokens: float) -> float:
+        """Seconds of one decode step at this batch size and mean context, before any correction."""
+        return self._speed.itl_s(batch_size, context_tokens)
+
     def observe_itl(self, batch_size: float, context_tokens: float, seconds: float) -> None:
         """Learn that a decode step at this batch size and mean context took `seconds`."""
         if self._itl.observe(self._speed.itl_s(batch_size, context_tokens), seconds):

@@ -206,6 +206,8 @@ class Pool:
         if self.whole is not None:
             whole = self.whole.frozen.with_itl_of(estimator)
             self.table.scale = whole.coefficients.prefill_scale
+        if self.stage is Stage.DECODE:
+            self.table.step_scale = estimator.coefficients.itl_scale
         rows = self.table.rows()
         n_rows = len(rows.names)
         if self.overlaps is None or prompt is None:

@@ -18,10 +18,6 @@ QUIET_SHARE = 0.2
 JOIN_S = 0.002
 """An idle engine begins a step so long after it was given something: what comes together is one step."""
 
-KEEP, DOUBT, LEAST_DOUBT_S = 0.95, 1.0, 0.1
-"""How much of what is known of an engine's rate is left at the next prompt; beside it the rate of its pool
-counts like so many prompts, and at least like so many seconds of work."""
-
 
 class Work(NamedTuple):
     """The load of one leg on a rank, which its lease adds to the row: prefill and decode."""
@@ -58,12 +54,9 @@ class EngineQueue:
     """The queue of one row. Times are on the gateway's clock; `step_tokens` 0: steps are not known."""
 
     __slots__ = (
-        "_busy_s",
-        "_busy_work_s",
         "_computed_s",
         "_ends_in_tail",
         "_given_s",
-        "_last_end_s",
         "_limits_s",
         "_prompts",
         "_stalls",
@@ -73,6 +66,7 @@ class EngineQueue:
         "join_slack_s",
         "join_tokens",
         "join_until_s",
+        "last_end_s",
         "queued_s",
         "since_s",
         "stall_room_s",
@@ -84,6 +78,7 @@ class EngineQueue:
         self.queued_s = 0.0  # work of prompts not computed, those begun included
         self.head_s = 0.0  # as much of it may have been done since `since_s`
         self.since_s = 0.0
+        self.last_end_s = 0.0  # when it began its first prompt, or ended the one before that
         self.join_until_s = 0.0  # from then on the last step of the queue takes nothing in
         self.join_tokens = 0  # that it still has room for
         self.join_slack_s = math.inf  # seconds that may be added to it before a prompt is late
@@ -96,11 +91,6 @@ class EngineQueue:
         self._stalls: list[float] = []  # `_given_s` that the running answers can bear, ascending
         self._given_s = 0.0  # work of all prompts that it ever got
         self._computed_s = 0.0  # of those that have ended
-        # How fast the engine is: seconds in which it had prompts, and the work that it did in them.
-        self._busy_s = self._busy_work_s = 0.0
-        self._last_end_s = (
-            0.0  # when it began the first of its prompts, or ended the one before that
-        )
 
     def done_s(self, now_s: float, rate: float) -> float:
         """Work done of what is in `queued_s`, as far as can be known."""
@@ -129,7 +119,7 @@ class EngineQueue:
             room = self.join_tokens if now_s <= self.join_until_s else 0
         else:
             self.since_s, self.head_s = now_s, work.work_s
-            self._last_end_s = now_s + JOIN_S
+            self.last_end_s = now_s + JOIN_S
         self._prompts.append(held)
         self.queued_s += work.work_s
         self._given_s += work.work_s
@@ -165,25 +155,6 @@ class EngineQueue:
         self.join_until_s = now_s + takes_s - own_s * in_tail / n_tokens + JOIN_S
         self._ends_in_tail = [held]
 
-    def learn_rate(self, held: Held, now_s: float, pool_rate: float) -> float:
-        """The engine's rate, now that it has computed this prompt; call it before `end_prompt`.
-
-        Prompts that end in one step share its time, so sums are compared: single ones say little.
-        """
-        work_s = held.work.work_s
-        busy_s = now_s - self._last_end_s
-        self._busy_s = busy_s = KEEP * self._busy_s + (busy_s if busy_s > 0.0 else 0.0)
-        self._busy_work_s = KEEP * self._busy_work_s + work_s
-        self._last_end_s = now_s
-        doubt_s = DOUBT * work_s
-        if doubt_s < LEAST_DOUBT_S:
-            doubt_s = LEAST_DOUBT_S
-        return (busy_s + doubt_s * pool_rate) / (self._busy_work_s + doubt_s)
-
-    def forget_rate(self) -> None:
-        """Take nothing to be known of the engine's rate."""
-        self._busy_s = self._busy_work_s = 0.0
-
     def end_prompt(self, held: Held, now_s: float, rate: float, queued_tokens: int) -> None:
         """Take a prompt out: it is computed, or never will be; `queued_tokens` are those left.
 
@@ -192,7 +163,7 @@ class EngineQueue:
         prompts, work_s = self._prompts, held.work.work_s
         is_first = prompts[0] is held
         if is_first:
-            self._last_end_s = now_s
+            self.last_end_s = now_s
         prompts.remove(held)
         self._computed_s += work_s
         # Floats do not add up to zero again by themselves.

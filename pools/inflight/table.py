@@ -32,12 +32,21 @@ Flags = npt.NDArray[np.bool_]
 
 UNLIMITED = 1 << 62
 
-PACE_GAIN, PACE_HOLD, PACE_STEP = 0.15, 0.99, 0.05
-"""How much of an error a worker's pace takes over, what is left of its distance to 1 each time, and in
-which steps it is told."""
+PACE_STEP = 0.05
+"""The steps in which a worker's pace is told, since workers that are alike have to look alike."""
 
-MAX_PACE, MAX_PACE_FACTOR = 4.0, 2.0
-"""A worker is at most so many times as slow or fast as its pool, and one observation says no more."""
+KEEP, LEAST_DOUBT_S = 0.95, 0.1
+"""How much of what is known of a worker's rate is left at the next observation; beside it the rate of its
+pool counts like one of them, and at least like so many seconds of work."""
+
+MAX_PACE = 4.0
+"""A worker is at most so many times as slow or fast as its pool."""
+
+UNSEEN_S = 30.0
+"""A worker that ended nothing for so long becomes as fast as its pool, bit by bit with each load report."""
+
+STALL_S = 5.0
+"""Seconds that a step may take beside a prompt's own work; an engine that takes longer stands still."""
 
 
 (
@@ -192,9 +201,13 @@ class LoadTable:
         # The clock of the queues; by this one nothing of them is ever done.
         self.now_s: Callable[[], float] = float
         self.scale = 1.0  # seconds of the clock for one of prefill work, as the pool has learnt
+        # The same for decode steps, of a pool whose paces are learnt from those; 0: from prompts.
+        self.step_scale = 0.0
         self._queues: list[EngineQueue] = []  # of each row
         self._n_prompts = 0  # in all of them; without any nothing of them changes with time
-        self._paces: list[float] = []  # of each row, `RowView.pace` unrounded
+        # Of each row: seconds of the clock that it took for work, the seconds of that work, and the time of
+        # the last observation.
+        self._rates: list[tuple[float, float, float]] = []
         self.names: tuple[tuple[str, int | None], ...] = ()  # address and rank of each row
         self._row_models: list[frozenset[str]] = []
         self._row_pairs: list[PairKey] = []
@@ -235,7 +248,7 @@ class LoadTable:
         self._floats[PACE, row] = 1.0
         self._floats[ITL_LIMIT_S : JOIN_QUIET_S + 1, row] = math.inf
         self._queues[row] = EngineQueue()
-        self._paces[row] = 1.0
+        self._rates[row] = 0.0, 0.0, 0.0
         self._set_name(row, address, rank)
         self._derive(row)
         return row
@@ -257,7 +270,7 @@ class LoadTable:
         self._row_models.append(frozenset())
         self._row_pairs.append(ANY_PAIR)
         self._queues.append(EngineQueue())
-        self._paces.append(1.0)
+        self._rates.append((0.0, 0.0, 0.0))
         self._models = self._pairs = None
         return row
 
@@ -307,27 +320,50 @@ class LoadTable:
             self._float[FIGURE_INDEX[name]][row] = value
         self._derive(row)
 
-    def observe_pace(self, row: int, name: tuple[str, int | None], factor: float) -> None:
-        """Learn that a row took `factor` times what was predicted, if it still is that of `name`.
+    def observe_steps(self, row: int, name: tuple[str, int | None], factor: float) -> None:
+        """Learn that the decode steps of a request took `factor` times as long as their profile says.
 
-        For decode; the pace of prefill is measured, see `end_prefill`.
-
-        The pool's estimator learns what its workers have in common, so a pace is drawn to 1; it is told in
-        steps of `PACE_STEP`, since workers that are alike have to look alike.
+        It is of a row of this `name`, which may be another worker's by now.
         """
-        if self.names[row] == name and factor > 0.0:
-            step = min(MAX_PACE_FACTOR, max(1 / MAX_PACE_FACTOR, factor))
-            pace = self._paces[row] ** PACE_HOLD * step**PACE_GAIN
-            pace = self._paces[row] = min(MAX_PACE, max(1 / MAX_PACE, pace))
-            self._float[PACE][row] = round(pace / PACE_STEP) * PACE_STEP
+        if self.names[row] == name and factor > 0.0 and self.step_scale > 0.0:
+            self._learn_rate(row, factor, 1.0, self.step_scale)
+
+    def decoding(self, row: int, more_tokens: int) -> tuple[int, float]:
+        """The batch of a row, and its mean context in tokens, if a request of `more_tokens` joins."""
+        ints = self._int
+        return ints[BATCH][row], (ints[CONTEXT_TOKENS][row] + more_tokens) / ints[WIDTH][row]
+
+    def _learn_rate(self, row: int, seconds: float, work_s: float, scale: float) -> None:
+        """Learn that a row took `seconds` for work that takes `scale` x `work_s` in its pool.
+
+        Prompts that end in one step share its time, so sums are compared: single ones say little.
+        """
+        most_s = scale * (STALL_S + MAX_PACE * work_s)
+        seconds = 0.0 if seconds < 0.0 else most_s if seconds > most_s else seconds
+        took_s, done_s, _ = self._rates[row]
+        self._rates[row] = KEEP * took_s + seconds, KEEP * done_s + work_s, self.now_s()
+        self._tell_pace(row, work_s if work_s > LEAST_DOUBT_S else LEAST_DOUBT_S, scale)
+
+    def _tell_pace(self, row: int, doubt_s: float, scale: float) -> None:
+        took_s, done_s, _ = self._rates[row]
+        pace = (took_s / scale + doubt_s) / (done_s + doubt_s)
+        pace = MAX_PACE if pace > MAX_PACE else 1 / MAX_PACE if pace < 1 / MAX_PACE else pace
+        self._float[PACE][row] = int(pace / PACE_STEP + 0.5) * PACE_STEP
 
     def forget_pace(self, row: int) -> None:
         """Take a row to be as fast as its pool: its worker has restarted."""
-        self._paces[row] = self._float[PACE][row] = 1.0
-        self._queues[row].forget_rate()
+        self._rates[row] = 0.0, 0.0, 0.0
+        self._float[PACE][row] = 1.0
 
     def set_foreign_load(self, row: int, load: tuple[int, float] | None) -> None:
         """Set a row's foreign load: requests, and predicted prefill seconds; None: not known."""
+        took_s, done_s, learnt_s = self._rates[row]
+        scale = self.step_scale or self.scale
+        if done_s and self.now_s() - learnt_s > UNSEEN_S and scale > 0.0:
+            # Who is slow gets no requests by which it could be seen that it no longer is.
+            took_s = KEEP * took_s + (1 - KEEP) * scale * done_s
+            self._rates[row] = took_s, done_s, learnt_s
+            self._tell_pace(row, LEAST_DOUBT_S, scale)
         self._int[FOREIGN_UNKNOWN][row] = load is None
         requests, seconds = (0, 0.0) if load is None else load
         self._int[FOREIGN_REQUESTS][row] = requests
@@ -373,13 +409,11 @@ class LoadTable:
         queued = self._int[QUEUED_TOKENS]
         left_tokens = queued[row] = queued[row] - work.prefill_tokens
         queue, now_s, scale = self._queues[row], self.now_s(), self.scale
-        paces = self._float[PACE]
-        if is_computed and scale > 0.0 and not self._int[FOREIGN_REQUESTS][row]:
-            pace = queue.learn_rate(held, now_s, scale) / scale
-            pace = MAX_PACE if pace > MAX_PACE else 1 / MAX_PACE if pace < 1 / MAX_PACE else pace
-            self._paces[row] = pace
-            paces[row] = int(pace / PACE_STEP + 0.5) * PACE_STEP
-        queue.end_prompt(held, now_s, scale * paces[row], left_tokens)
+        if is_computed:
+            if scale > 0.0 and not (self.step_scale or self._int[FOREIGN_REQUESTS][row]):
+                self._learn_rate(row, now_s - queue.last_end_s, work.work_s, scale)
+            queue.last_end_s = now_s
+        queue.end_prompt(held, now_s, scale * self._float[PACE][row], left_tokens)
         self._show_prompts(row, queue)
         if self._int[UNAVAILABLE][row]:
             self._derive_unavailable(row)

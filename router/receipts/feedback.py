@@ -60,13 +60,18 @@ def update_estimators(record: Record, itl_s: float | None, fleet: Fleet) -> None
     if itl_s is None:
         return
     itl_s = max(0.0, itl_s - record.stalled_s / (record.stats.n_tokens - 1))
+    batch: float
     batch, tokens = scored.decoding(row)
-    before = scored.pool.estimator
-    predicted_s = scored.itl_s.item(row) / before.coefficients.itl_scale * before.learnt.itl_scale
-    # An aggregated worker's pace is learnt from its prompts.
-    if choice.stage is Stage.DECODE and predicted_s > 0.0:
-        pool.table.observe_pace(row, rows.names[row], itl_s / predicted_s)
-    estimator.observe_itl(batch, tokens, seconds=itl_s / rows.pace.item(row))
+    if rows.names[row] == pool.table.names[row]:
+        # The batch was one thing when the answer began, another when it ended.
+        last_batch, last_tokens = pool.table.decoding(row, choice.ask.isl_tokens)
+        batch, tokens = (batch + last_batch) / 2, (tokens + last_tokens) / 2
+    if choice.stage is Stage.AGG:
+        itl_s /= rows.pace.item(row)  # which is learnt from prompts
+    else:
+        profiled_s = estimator.profiled_itl_s(batch, tokens)
+        pool.table.observe_steps(row, rows.names[row], itl_s / profiled_s)
+    estimator.observe_itl(batch, tokens, itl_s)
 
 
 def _pair(pairs: Pairs, fleet: Fleet) -> None:

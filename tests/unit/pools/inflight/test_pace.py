@@ -6,7 +6,7 @@ import random
 import pytest
 
 from slagate.pools.inflight.engine_queue import Held, Work
-from slagate.pools.inflight.table import MAX_PACE, PACE_STEP, LoadTable
+from slagate.pools.inflight.table import MAX_PACE, PACE_STEP, UNSEEN_S, LoadTable
 
 NAME = ("w0:1", None)
 
@@ -15,6 +15,7 @@ def table_of_two() -> LoadTable:
     table = LoadTable()
     for at in range(2):
         table.add_row(f"w{at}:1", None)
+    table.step_scale = 1.0
     return table
 
 
@@ -23,10 +24,14 @@ def pace(table: LoadTable, row: int = 0) -> float:
 
 
 @pytest.mark.parametrize("true", [0.5, 0.8, 1.25, 2.0, 3.0])
-def test_a_workers_factor_is_found_within_twenty_five_observations(true: float) -> None:
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_the_factor_of_decode_steps_is_found_within_twenty_answers(
+    *, true: float, scale: float
+) -> None:
     table = table_of_two()
-    for _ in range(25):
-        table.observe_pace(0, NAME, true / pace(table))
+    table.step_scale = scale
+    for _ in range(20):
+        table.observe_steps(0, NAME, true * scale)
     assert pace(table) == pytest.approx(true, rel=0.1, abs=PACE_STEP + 1e-9)
     assert pace(table, 1) == 1.0
     assert table.rows().pace.tolist() == [pace(table), 1.0]
@@ -36,7 +41,7 @@ def test_equal_workers_look_alike_but_for_a_step() -> None:
     table, rng = table_of_two(), random.Random(1)
     seen = []
     for _ in range(2000):
-        table.observe_pace(0, NAME, rng.lognormvariate(0, 0.05) / pace(table))
+        table.observe_steps(0, NAME, rng.lognormvariate(0, 0.05))
         seen.append(pace(table))
     assert max(abs(each - 1.0) for each in seen) <= PACE_STEP + 1e-9
     assert sum(each == 1.0 for each in seen) >= 0.8 * len(seen)
@@ -45,12 +50,31 @@ def test_equal_workers_look_alike_but_for_a_step() -> None:
 def test_it_has_bounds_and_what_is_no_factor_teaches_nothing() -> None:
     table = table_of_two()
     for factor in (0.0, -1.0, math.nan):
-        table.observe_pace(0, NAME, factor)
+        table.observe_steps(0, NAME, factor)
         assert pace(table) == 1.0
+    table.observe_steps(0, NAME, math.inf)
     for _ in range(200):
-        table.observe_pace(0, NAME, math.inf)
-        table.observe_pace(1, ("w1:1", None), 1e-300)
+        table.observe_steps(1, ("w1:1", None), 1e-300)
     assert (pace(table), pace(table, 1)) == (MAX_PACE, 1 / MAX_PACE)
+
+
+@pytest.mark.parametrize("load", [None, (0, 0.0)])
+def test_a_slow_worker_that_gets_nothing_more_is_tried_again(
+    load: tuple[int, float] | None,
+) -> None:
+    table = table_of_two()
+    for _ in range(100):
+        table.observe_steps(0, NAME, 5.0)
+    assert pace(table) == MAX_PACE
+    table.set_foreign_load(0, load)
+    assert pace(table) == MAX_PACE
+    table.now_s = lambda: UNSEEN_S + 1
+    for _ in range(60):
+        table.set_foreign_load(0, load)  # about once a second
+    assert 1.0 < pace(table) < 3.0
+    for _ in range(60):
+        table.set_foreign_load(0, load)
+    assert pace(table) == pytest.approx(1.0, abs=3 * PACE_STEP)
 
 
 WORK_S = 0.5
@@ -63,6 +87,7 @@ class Engine:
         self.factor, self.now_s = factor, 0.0
         self.table = table_of_two()
         self.table.now_s = lambda: self.now_s
+        self.table.step_scale = 0.0
         self._number = 0
 
     def give(self, work_s: float = WORK_S) -> Held:
@@ -154,21 +179,21 @@ def test_a_measured_rate_is_forgotten_with_a_restart() -> None:
 def test_another_worker_in_the_same_row_is_as_fast_as_its_pool() -> None:
     table = table_of_two()
     for _ in range(25):
-        table.observe_pace(0, NAME, 2.0)
+        table.observe_steps(0, NAME, 2.0)
     table.free_row(0)
     assert table.add_row("new:1", None) == 0
     assert pace(table) == 1.0
-    table.observe_pace(0, NAME, 2.0)  # a request of the worker that has left ends
+    table.observe_steps(0, NAME, 2.0)  # a request of the worker that has left ends
     assert pace(table) == 1.0
-    table.observe_pace(0, ("new:1", None), 1.0)
+    table.observe_steps(0, ("new:1", None), 1.0)
     assert pace(table) == 1.0, "nothing is left of the old one"
 
 
 def test_a_restart_is_forgotten_wholly() -> None:
     table = table_of_two()
     for _ in range(25):
-        table.observe_pace(0, NAME, 2.0)
+        table.observe_steps(0, NAME, 2.0)
     table.forget_pace(0)
     assert pace(table) == 1.0
-    table.observe_pace(0, NAME, 1.0)
+    table.observe_steps(0, NAME, 1.0)
     assert pace(table) == 1.0

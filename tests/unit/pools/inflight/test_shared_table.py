@@ -133,7 +133,8 @@ def test_of_the_queue_of_another_process_the_work_is_seen_once_and_no_promise(
         view = table.rows().view(0)
         assert (view.queued_tokens, view.inflight, view.last_chosen) == (300, 2, 2)
         assert 0.5 <= view.queued_s <= 0.75
-    here.observe_pace(0, ("w:1", None), 2.0)
+    here.step_scale = 1.0
+    here.observe_steps(0, ("w:1", None), 2.0)
     assert there.rows().view(0).pace == 1.0
     for table, held in ((here, mine), (there, theirs)):
         table.end_prefill(0, held)
