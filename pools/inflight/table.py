@@ -341,11 +341,9 @@ class LoadTable:
         most_s = scale * (STALL_S + MAX_PACE * work_s)
         seconds = 0.0 if seconds < 0.0 else most_s if seconds > most_s else seconds
         took_s, done_s, _ = self._rates[row]
-        self._rates[row] = KEEP * took_s + seconds, KEEP * done_s + work_s, self.now_s()
-        self._tell_pace(row, work_s if work_s > LEAST_DOUBT_S else LEAST_DOUBT_S, scale)
-
-    def _tell_pace(self, row: int, doubt_s: float, scale: float) -> None:
-        took_s, done_s, _ = self._rates[row]
+        took_s, done_s = KEEP * took_s + seconds, KEEP * done_s + work_s
+        self._rates[row] = took_s, done_s, self.now_s()
+        doubt_s = work_s if work_s > LEAST_DOUBT_S else LEAST_DOUBT_S
         pace = (took_s / scale + doubt_s) / (done_s + doubt_s)
         pace = MAX_PACE if pace > MAX_PACE else 1 / MAX_PACE if pace < 1 / MAX_PACE else pace
         self._float[PACE][row] = int(pace / PACE_STEP + 0.5) * PACE_STEP
@@ -363,7 +361,8 @@ class LoadTable:
             # Who is slow gets no requests by which it could be seen that it no longer is.
             took_s = KEEP * took_s + (1 - KEEP) * scale * done_s
             self._rates[row] = took_s, done_s, learnt_s
-            self._tell_pace(row, LEAST_DOUBT_S, scale)
+            self._learn_rate(row, 0.0, 0.0, scale)
+            self._rates[row] = took_s, done_s, learnt_s
         self._int[FOREIGN_UNKNOWN][row] = load is None
         requests, seconds = (0, 0.0) if load is None else load
         self._int[FOREIGN_REQUESTS][row] = requests
@@ -397,7 +396,8 @@ class LoadTable:
                 self._show_prompts(row, queue)
             if promises:
                 queue.promise(held)
-            self._show_promises(row, queue)
+            self._float[ITL_LIMIT_S][row] = queue.itl_limit_s
+            self._float[STALL_ROOM_S][row] = queue.stall_room_s
         return held
 
     def end_prefill(self, row: int, held: Held, *, is_computed: bool = False) -> None:
@@ -433,12 +433,8 @@ class LoadTable:
         if work.itl_limit_s < math.inf or (has_begun and work.context_tokens):
             queue, rate = self._queues[row], self.scale * self._float[PACE][row]
             queue.forget(held, self.now_s(), rate)
-            self._show_promises(row, queue)
-
-    def _show_promises(self, row: int, queue: EngineQueue) -> None:
-        """Bring the figures of a row in line with what its queue has promised."""
-        self._float[ITL_LIMIT_S][row] = queue.itl_limit_s
-        self._float[STALL_ROOM_S][row] = queue.stall_room_s
+            self._float[ITL_LIMIT_S][row] = queue.itl_limit_s
+            self._float[STALL_ROOM_S][row] = queue.stall_room_s
 
     def _show_prompts(self, row: int, queue: EngineQueue) -> None:
         """Bring the figures of a row in line with the prompts in its queue."""

@@ -268,15 +268,17 @@ class Dispatcher:
         if reserved:
             _leave_reserved(pending, reserved)
         choices = pending.decision.stages
-        has_to_wait = False
+        has_to_wait = is_missed = False
         for choice in choices:
             if choice.row is None and not choice.reasons & LIMITS:
                 pending.settle(NoWorker(_nobody(choice)))
                 return
             has_to_wait |= choice.row is None or choice.pool in reserved
+            is_missed |= choice.is_met is False
         if has_to_wait:
             return
-        pending.decision = self._judged(pending.decision)
+        if is_missed:
+            pending.decision = self._judged(pending.decision)
         if pending.decision.admission == "refused":
             why = misses(pending.decision)
             pending.settle(Overloaded(why, retry_after_ms=self._drain_ms(choices)))

@@ -13,6 +13,7 @@ rank with the least predicted seconds win, see `score`.
 import math
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -226,7 +227,7 @@ def choose(
             stage, ask, stages[stage], pools, draw=draw, config=config, later_s=later_s
         )
         found.insert(0, choice)
-        if choice.row is not None:
+        if choice.row is not None and len(found) < len(stages):
             later_s += choice.won.first_response_s(choice.row)
     choices = tuple(found)
     if not _go_together(ask, choices):
@@ -347,13 +348,13 @@ def choose_stage(
     name, row, is_met, starved = place.order[0], None, None, False
     would_meet: tuple[str, ...] = ()
 
-    def score(pool: PoolSnapshot) -> ScoredPool:
-        for each in known:
-            if each.pool is pool:
-                return replace(each, pairing=pairing, later_s=later_s)
-        return score_pool(stage, ask, pool, pairing, later_s)
-
-    if ask.by_targets and _has_target(stage, ask.sla):
+    score = partial(score_pool, stage, ask, pairing=pairing, later_s=later_s)
+    if known:
+        score = partial(_known_or, known, score)
+    has_target = (ask.sla.ttft_ms is not None and stage is not Stage.DECODE) or (
+        ask.sla.itl_ms is not None and stage is not Stage.PREFILL
+    )
+    if has_target and ask.by_targets:
         name, row, is_met = _by_targets(place, pools, score, scored, draw)
         if is_met is False and row is not None and says_elsewhere:
             would_meet = _would_meet(grid, pools, score, scored)
@@ -398,9 +399,14 @@ def _place(ask: RoutingRequest, grid: StageGrid) -> Placement:
     return grid.place(values, sla.priority)
 
 
-def _has_target(stage: Stage, sla: Sla) -> bool:
-    has_ttft, has_itl = sla.ttft_ms is not None, sla.itl_ms is not None
-    return (has_ttft and stage is not Stage.DECODE) or (has_itl and stage is not Stage.PREFILL)
+def _known_or(
+    known: tuple[ScoredPool, ...], score: "partial[ScoredPool]", pool: PoolSnapshot
+) -> ScoredPool:
+    """The rows of a pool with the scores that are known of them, else as `score` finds them."""
+    for each in known:
+        if each.pool is pool:
+            return replace(each, **{name: score.keywords[name] for name in ("pairing", "later_s")})
+    return score(pool)
 
 
 def _would_meet(

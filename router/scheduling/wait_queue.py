@@ -201,7 +201,7 @@ class WaitQueue:
     def reserved_before(self, new: PendingAssignment) -> Set[str]:
         """Names of pools that a new request must leave to requests that came before it."""
         if not self.n_waiting:
-            return self._reserved_for(new, set())
+            return frozenset() if self._elsewhere is None else self._elsewhere(new.since_s)
         line = self._lines.get(new.line)
         if line is not None and line.requests:
             return {choice.pool for choice in new.decision.stages}
