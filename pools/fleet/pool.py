@@ -9,7 +9,7 @@ import msgspec
 from slagate.pools.estimator.estimator import Estimator, FrozenEstimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.engine_queue import JOIN_S, Work
 from slagate.pools.inflight.kept_room import KeptRoom, RoomKeeper
 from slagate.pools.inflight.row_view import RowView
 from slagate.pools.inflight.shared_counts import PoolCell
@@ -127,6 +127,7 @@ class Pool:
         self.key = f"{stage.value} {name}"  # the same in every gateway
         self.table = load_table(self.key)
         self.table.now_s = now_s
+        self.table.knows_work = self.overlaps is not None
         self.members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
         self._newest_lease = 0  # its number
@@ -202,20 +203,22 @@ class Pool:
     def snapshot(self, prompt: Prompt | None = None) -> PoolSnapshot:
         """A frozen copy of the pool, with what each row has cached of `prompt` (None: nothing)."""
         estimator, whole = self.estimator.frozen, None
-        self.table.scale = estimator.coefficients.prefill_scale
+        table, learnt = self.table, estimator.coefficients
+        table.scale = learnt.prefill_scale
+        table.offset_s = learnt.prefill_offset_s or JOIN_S
         if self.whole is not None:
             whole = self.whole.frozen.with_itl_of(estimator)
-            self.table.scale = whole.coefficients.prefill_scale
+            table.scale = whole.coefficients.prefill_scale
         if self.stage is Stage.DECODE:
-            self.table.step_scale = estimator.coefficients.itl_scale
-        rows = self.table.rows()
+            table.step_scale = estimator.coefficients.itl_scale
+        rows = table.rows()
         n_rows = len(rows.names)
         if self.overlaps is None or prompt is None:
             cached = nothing_cached(n_rows)
         else:
             cached = self.overlaps.cached(prompt, n_rows)
         newest = self._newest_lease
-        if self.table.is_shared:
+        if table.is_shared:
             newest = max(newest, int(rows.last_chosen.max(initial=0)))
         kept = None
         if self.room is not None:

@@ -110,8 +110,8 @@ class EngineQueue:
             insort(self._stalls, held._stalls_end_s)
             self.stall_room_s = self._stalls[0] - self._given_s
 
-    def add_prompt(self, held: Held, now_s: float, rate: float) -> None:
-        """Add the prompt of a lease at the end."""
+    def add_prompt(self, held: Held, now_s: float, rate: float, offset_s: float = JOIN_S) -> None:
+        """Add the prompt of a lease at the end; an idle engine begins it `offset_s` later."""
         work = held.work
         ahead_s, room = 0.0, 0
         if self._prompts:
@@ -119,7 +119,7 @@ class EngineQueue:
             room = self.join_tokens if now_s <= self.join_until_s else 0
         else:
             self.since_s, self.head_s = now_s, work.work_s
-            self.last_end_s = now_s + JOIN_S
+            self.last_end_s = now_s + offset_s
         self._prompts.append(held)
         self.queued_s += work.work_s
         self._given_s += work.work_s

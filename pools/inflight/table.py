@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slagate.pools.inflight.engine_queue import EngineQueue, Held, Work
+from slagate.pools.inflight.engine_queue import JOIN_S, EngineQueue, Held, Work
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey, RowPairs, row_pairs
 from slagate.pools.inflight.row_view import (
     FIGURE_INDEX,
@@ -201,7 +201,9 @@ class LoadTable:
         # The clock of the queues; by this one nothing of them is ever done.
         self.now_s: Callable[[], float] = float
         self.scale = 1.0  # seconds of the clock for one of prefill work, as the pool has learnt
-        # The same for decode steps, of a pool whose paces are learnt from those; 0: from prompts.
+        self.knows_work = True  # whether it is known what is cached of prompts
+        self.offset_s = JOIN_S  # that a prompt takes beside its work, on an idle worker
+        # As `scale` for decode steps, of a pool whose paces are learnt from those; 0: from prompts.
         self.step_scale = 0.0
         self._queues: list[EngineQueue] = []  # of each row
         self._n_prompts = 0  # in all of them; without any nothing of them changes with time
@@ -392,7 +394,7 @@ class LoadTable:
             if work.prefill_tokens:
                 self._n_prompts += 1
                 rate = self.scale * self._float[PACE][row]
-                queue.add_prompt(held, self.now_s(), rate)
+                queue.add_prompt(held, self.now_s(), rate, self.offset_s)
                 self._show_prompts(row, queue)
             if promises:
                 queue.promise(held)
@@ -410,7 +412,8 @@ class LoadTable:
         left_tokens = queued[row] = queued[row] - work.prefill_tokens
         queue, now_s, scale = self._queues[row], self.now_s(), self.scale
         if is_computed:
-            if scale > 0.0 and not (self.step_scale or self._int[FOREIGN_REQUESTS][row]):
+            by_prompts = self.knows_work and not self.step_scale
+            if by_prompts and scale > 0.0 and not self._int[FOREIGN_REQUESTS][row]:
                 self._learn_rate(row, now_s - queue.last_end_s, work.work_s, scale)
             queue.last_end_s = now_s
         queue.end_prompt(held, now_s, scale * self._float[PACE][row], left_tokens)
