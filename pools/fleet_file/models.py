@@ -329,8 +329,8 @@ class Objective(_FileObject):
         ClassPolicy,
         _says(
             "What happens to a request that is predicted to miss its targets, where admission is on: it is "
-            "refused (shed), or not. To let the others wait behind all (relegate), or to keep room for "
-            "them (protect), is not acted on yet: both are served at once."
+            "refused (shed), waits behind all others (relegate), or is served late (protect). Room is kept "
+            "for protected classes, whatever the admission."
         ),
     ] = "shed"
     weight: Annotated[
