@@ -144,6 +144,7 @@ class Member:
         self.legs: set[Leg] = set()  # called when it stops being ready, and when it is cut
         # Called when it may take more than before.
         self.on_change: Callable[[], None] = lambda: None
+        self.on_report: Callable[[], None] = lambda: None  # called when its load was asked for
         self.on_left: list[Callable[[], None]] = []  # called once when it has left
         self.draining_since_s: float | None = None
         self.has_left = False

@@ -273,6 +273,7 @@ class Pool:
             member.ranks.set_foreign_load(None)
         else:
             member.ranks.set_foreign_load((load[0], self.estimator.frozen.work_s(load[1], 0)))
+        member.on_report()
 
     def lease(
         self, row: int, work: Work, prompt: Prompt | None = None, *, n_leases: int | None = None

@@ -5,6 +5,7 @@ worker can take more, `step` assigns as many requests as fit.
 """
 
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable, Set
 from functools import partial
@@ -46,6 +47,9 @@ TOLD = frozenset({OTHER_MODEL, KV_TOO_SMALL, NO_TAKER, CANNOT_TAKE_OVER})
 HINT_SPREAD = 0.25
 """The part by which retry delays of predicted misses are drawn shorter or longer."""
 
+STEP_EVERY_S = 0.25
+"""Load reports of many workers step the queue for relegated requests no more often than that."""
+
 CLASSES_NOTED = 100
 """Clients make up names of classes, so no more than this many are logged."""
 
@@ -77,6 +81,7 @@ class Dispatcher:
         self._peers = peers or PeerGateways()
         self._peers.on_change = self.step
         self._noted: set[str] = set()
+        self._stepped_s = -math.inf  # when load reports did so last
         self._admission: AdmissionMode = fleet.scheduling.admission
         elsewhere = self._waited_for_elsewhere if self._peers.n_peers else None
         self._queue = WaitQueue(now_s=now_s, elsewhere=elsewhere)
@@ -84,6 +89,13 @@ class Dispatcher:
 
     def _joined(self, pool: Pool, member: Member) -> None:
         member.on_change = partial(self._changed, pool.name)
+        member.on_report = self._reported
+
+    def _reported(self) -> None:
+        """Somebody's load was asked for: load of others, and room that was kept, pass without a word."""
+        if self._queue.has_relegated and self._now_s() - self._stepped_s >= STEP_EVERY_S:
+            self._stepped_s = self._now_s()
+            self.step()
 
     def _changed(self, pool: str) -> None:
         """Capacity of a pool was given back."""

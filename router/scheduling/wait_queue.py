@@ -198,6 +198,11 @@ class WaitQueue:
         self._is_stepping = False
         self.n_waiting = 0
 
+    @property
+    def has_relegated(self) -> bool:
+        """Whether a relegated request waits."""
+        return self.n_waiting > 0 and any(line.yields for line in self._waiting())
+
     def reserved_before(self, new: PendingAssignment) -> Set[str]:
         """Names of pools that a new request must leave to requests that came before it."""
         if not self.n_waiting:

@@ -325,3 +325,16 @@ def test_the_pools_learn_what_a_protected_request_needs() -> None:
     assert 50.0 < prefill.ttft_s < 60.0 * TTFT_SHARE
     assert decode.itl_s == pytest.approx(0.05 * ITL_SHARE)
     assert prefill.itl_s == decode.ttft_s == math.inf
+
+
+def test_a_relegated_request_is_served_once_the_load_of_others_has_passed() -> None:
+    """No lease of this gateway ends then: what a worker reports is the only sign."""
+    d = one_worker()
+    pool = d.fleet.pools["prefill"]
+    (member,) = pool.members.values()
+    pool.set_foreign_load(member, (1, 500))
+    with d.submit(ask(sla=Sla(objective="behind")), None) as ticket:
+        assert ticket.outcome is None
+        pool.set_foreign_load(member, (0, 0))
+        assert isinstance(ticket.outcome, Assignment)
+        ticket.outcome.release()
