@@ -25,7 +25,6 @@ SHARE, STEP = 0.25, 0.1
 
 _UP, _DOWN = 1 + SHARE * STEP, 1 - (1 - SHARE) * STEP
 
-_LEAST_ROWS = 0.05
 _LEAST_S = 0.001
 
 
@@ -68,10 +67,8 @@ class RoomKeeper:
         """The room to keep in a pool of so many rows; None: none."""
         span_s = min(SPAN_S, max(LEAST_SPAN_S, now_s - self._first_s))
         busy_s = self._busy_s * math.exp((self._last_s - now_s) / SPAN_S)
-        needed = BURST * busy_s / span_s
-        if needed < _LEAST_ROWS:
-            return None
-        return KeptRoom(min(n_rows, math.ceil(needed)), self._ttft_s, self._itl_s)
+        needed = round(BURST * busy_s / span_s)
+        return KeptRoom(min(n_rows, needed), self._ttft_s, self._itl_s) if needed else None
 
 
 def _quartile(before: float, seen: float) -> float:

@@ -66,7 +66,7 @@ def update_estimators(record: Record, itl_s: float | None, fleet: Fleet) -> None
         # The batch was one thing when the answer began, another when it ended.
         last_batch, last_tokens = pool.table.decoding(row, choice.ask.isl_tokens)
         batch, tokens = (batch + last_batch) / 2, (tokens + last_tokens) / 2
-    if choice.stage is Stage.AGG:
+    if choice.pool_stage is Stage.AGG:
         itl_s /= rows.pace.item(row)  # which is learnt from prompts
     else:
         profiled_s = estimator.profiled_itl_s(batch, tokens)

@@ -132,7 +132,8 @@ class Dispatcher:
         if mode != self._admission:
             log.info("admission.changed", extra={"from": self._admission, "to": mode})
             self._admission = mode
-            self.step()  # relegated requests wait only while it is on
+            # Relegated requests wait only while it is on, and then in lines of their own.
+            self._decide_all_again(self._queue.clear())
 
     def explain(self, ask: RoutingRequest, prompt: Prompt | None = None) -> Decision:
         """The decision that `submit` would make now; no lease is taken. Raises like `submit`."""
@@ -188,11 +189,21 @@ class Dispatcher:
             self._config = config
             self.set_admission(self.fleet.scheduling.admission)
         finally:
-            for pending in waiting:
-                self._decide_again(pending, self._queue.reserved())
-                if pending.outcome is None:
-                    self._queue.append(pending)
-            self._show_waiting()
+            self._decide_all_again(waiting)
+
+    def _decide_all_again(self, waiting: Iterable[PendingAssignment]) -> None:
+        """Decide anew for requests that waited until now, the oldest first and relegated ones last."""
+
+        def turn(pending: PendingAssignment) -> tuple[bool, float]:
+            objective = default_for(self.fleet.objectives, pending.ask.sla.objective)
+            is_last = objective is not None and objective.policy == "relegate"
+            return is_last and self._admission == "on", pending.since_s
+
+        for pending in sorted(waiting, key=turn):
+            self._decide_again(pending, self._queue.reserved())
+            if pending.outcome is None:
+                self._queue.append(pending)
+        self._show_waiting()
 
     def step(self, pool: str | None = None) -> None:
         """Assign as many waiting requests as fit, and refuse those that no worker is left for.

@@ -291,7 +291,8 @@ def _as_pair(
             continue
         (pair,) = giver.pair_keys
         taker = _choose_again(decode, stages, pools, with_worker(pair, strict=strict))
-        assert taker.row is not None, "a worker that may be chosen fits it"
+        if taker.row is None:
+            return giver, taker  # it yields there
         later_s = ask.later_s + taker.won.first_response_s(taker.row)
         if later_s != giver.won.later_s:
             # It was judged with the first token of another decode worker.

@@ -22,7 +22,6 @@ import numpy as np
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.kept_room import KeptRoom, RoomKeeper
-from slagate.pools.inflight.row_view import READY
 from slagate.pools.inflight.table import Flags, Floats, Ints
 from slagate.router.scheduling.score import ScoredPool
 
@@ -127,9 +126,13 @@ def judged(scored: ScoredPool) -> Judged | None:
     harms: Flags | None = None
     if scored.itl_s is not None:
         np.maximum(late, scored.itl_s / rows.floats("itl_limit_s"), out=late)
+        if scored.ask.yields:
+            # Otherwise it is enough that it is late there.
+            harms = scored.itl_s > rows.floats("itl_limit_s")
     if scored.work_s is not None:
         if np.count_nonzero(rows.ints("join_tokens")):
-            harms, delays = _joins_s(scored) > rows.join_limits_s
+            joins, delays = _joins_s(scored) > rows.join_limits_s
+            harms = joins if harms is None else harms | joins
         if scored.stage is Stage.AGG:
             stalls = scored.work_s > rows.floats("stall_room_s")
             harms = stalls if harms is None else harms | stalls
@@ -212,7 +215,7 @@ def _left_s(scored: ScoredPool) -> float:
 def _takes_kept(scored: ScoredPool, kept: KeptRoom) -> Flags:
     """Where the request would take room while no more than `kept.n_rows` rows have it, bool[n_rows]."""
     rows, of = scored.pool.rows, scored.pool.estimator
-    has_room, takes = rows.states == READY, np.zeros(len(rows), dtype=np.bool_)
+    has_room, takes = rows.unavailable == 0, np.zeros(len(rows), dtype=np.bool_)
     if scored.ttft_s is not None:
         has_room &= rows.load_s * of.coefficients.prefill_scale <= kept.ttft_s
         takes |= scored.ttft_s > kept.ttft_s

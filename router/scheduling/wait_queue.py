@@ -8,6 +8,7 @@ given workers holds them in an `Assignment`.
 
 import asyncio
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Set
 
@@ -206,7 +207,7 @@ class WaitQueue:
     def reserved_before(self, new: PendingAssignment) -> Set[str]:
         """Names of pools that a new request must leave to requests that came before it."""
         if not self.n_waiting:
-            return frozenset() if self._elsewhere is None else self._elsewhere(new.since_s)
+            return frozenset() if self._elsewhere is None else self._waited_for_before(new)
         line = self._lines.get(new.line)
         if line is not None and line.requests:
             return {choice.pool for choice in new.decision.stages}
@@ -292,7 +293,12 @@ class WaitQueue:
         if pending.ask.partner is not None:
             # It holds a worker of its other stage, which may be what the older ones wait for.
             return frozenset()
-        return here if self._elsewhere is None else here | self._elsewhere(pending.since_s)
+        return here if self._elsewhere is None else here | self._waited_for_before(pending)
+
+    def _waited_for_before(self, pending: PendingAssignment) -> Set[str]:
+        """Pools that a request waits for in another gateway which comes before this one."""
+        assert self._elsewhere is not None
+        return self._elsewhere(math.inf if pending.decision.ask.yields else pending.since_s)
 
     def _waiting(self) -> Iterator[_WaitLine]:
         return (line for line in self._lines.values() if line.requests)

@@ -137,7 +137,7 @@ def test_secmm_03_pickles_are_only_bytes(disagg: Cluster, tmp_path: Path) -> Non
     """SECMM-03: to every port, as a request, and inside a handoff; then everything still serves."""
     marker = tmp_path / "marker"
     pickled = pickle.dumps(Bomb(marker))
-    # Of odd length, however long the path is: its hex digits are no base64 then, and the worker refuses them.
+    # Of odd length, however long the path is: its hex digits are no base64 then, which the worker refuses.
     # Bytes that its engine gets and cannot read end the engine, as they do TensorRT-LLM's.
     pickled += b"." * (len(pickled) % 2 == 0)
     pickle.loads(pickled)

@@ -258,7 +258,8 @@ def test_who_is_predicted_to_miss_is_promised_nothing() -> None:
 def one_worker(**more: Any) -> Dispatcher:
     """The same with one prefill worker and one decode worker."""
     only = {"prefill": ["p1:1"], "decode": ["d1:1"]}
-    pools = {stage: {**SPEED, "workers": workers} for stage, workers in only.items()}
+    limits = {"max_inflight": more.pop("max_inflight")} if "max_inflight" in more else {}
+    pools = {stage: {**SPEED, **limits, "workers": workers} for stage, workers in only.items()}
     made = fleet(pools=pools, **({"objectives": CLASSES, "scheduling": {"admission": "on"}} | more))
     return Dispatcher(made, rng=rng())
 
@@ -338,3 +339,40 @@ def test_a_relegated_request_is_served_once_the_load_of_others_has_passed() -> N
         pool.set_foreign_load(member, (0, 0))
         assert isinstance(ticket.outcome, Assignment)
         ticket.outcome.release()
+
+
+@pytest.mark.parametrize("others", ["easy", "kept", "untargeted"])
+def test_admission_that_is_switched_on_puts_nobody_behind_a_relegated_request(others: str) -> None:
+    d = one_worker(scheduling={"admission": "off"}, max_inflight=2)
+    first, second = outcome(d, Sla(objective="easy")), outcome(d, Sla(objective="easy"))
+    assert isinstance(first, Assignment)
+    assert isinstance(second, Assignment)
+    with d.submit(ask(sla=Sla(objective="behind")), None) as behind:
+        with d.submit(ask(sla=Sla(objective=others)), None) as other:
+            assert behind.outcome is other.outcome is None
+            d.set_admission("on")
+            first.release()
+            assert behind.outcome is None
+            assert isinstance(other.outcome, Assignment)
+            other.outcome.release()
+        second.release()
+        assert isinstance(behind.outcome, Assignment)
+        behind.outcome.release()
+
+
+def test_a_relegated_request_breaks_no_promise_of_decode_steps() -> None:
+    of = one_worker().fleet.pools["decode"].snapshot().estimator
+    limit_s = 1.0001 * max(of.itl_s(batch, 100) for batch in range(1, 4))
+    classes = {
+        "tight": {"ttft_ms": 60_000, "itl_ms": 1000 * limit_s / ITL_SHARE},
+        "behind": {"ttft_ms": 60_000, "itl_ms": 1.0, "policy": "relegate"},
+    }
+    d = one_worker(objectives=classes)
+    assert isinstance(outcome(d, Sla(objective="tight")), Assignment)
+    n_served = 1
+    for _ in range(60):
+        with d.submit(ask(sla=Sla(objective="behind")), None) as ticket:
+            if isinstance(ticket.outcome, Assignment):
+                n_served += 1
+    assert 3 <= n_served < 60
+    assert of.itl_s(n_served, 100) <= limit_s
