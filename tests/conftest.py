@@ -30,6 +30,13 @@ settings.register_profile(
 settings.load_profile("untimed")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_of_others() -> None:
+    """What is there now stays until the end: looking at it in each full collection costs a third of all."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _restored_root() -> Iterator[None]:
     """Setting up logging is for a whole process: undo it."""
@@ -66,12 +73,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     first = ["e2e", "contract"]
     items.sort(key=lambda item: [item.path.parent.name != folder for folder in first])
-
-
-def pytest_collection_finish() -> None:
-    """What collection made stays until the end: looking at it in each full collection costs a tenth."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -93,15 +93,17 @@ def play(
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     """Have the collector look at new objects only, and rarely: nobody waits for it, and the run ends."""
-    before = gc.get_threshold()
+    before, is_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not is_frozen:
+        gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 10, 100)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()  # which forgets what somebody else had frozen too
 
 
 def _digest(packed: bytes) -> bytes:

@@ -1,6 +1,5 @@
 """Receipts of real requests are no work for the garbage collector."""
 
-import gc
 from collections import Counter
 
 import anyio
@@ -12,13 +11,6 @@ from support.gateway.simulation import Plan, running, simulate
 from support.tracked import tracked
 
 N_REQUESTS = 100
-
-
-@pytest.fixture(autouse=True)
-def _nothing_of_others() -> None:
-    """What tests before have left is not walked: it would be more the later this one comes."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.mark.parametrize("stages", [{"prefill": 2, "decode": 2}, {"agg": 2}], ids=["disagg", "agg"])

@@ -1,6 +1,5 @@
 """What lives long is no work for the garbage collector, and goes without it: no cycle is left behind."""
 
-import gc
 import logging
 import random
 from collections.abc import Callable
@@ -25,13 +24,6 @@ from support.worker.fake import refusal
 N_PROMPTS, N_BRANCHES, RUN_BLOCKS = 100, 10, 10
 N_RUNS = N_PROMPTS * N_BRANCHES
 """A trunk each, and the branches that leave it."""
-
-
-@pytest.fixture(autouse=True)
-def _nothing_of_others() -> None:
-    """What tests before have left is not walked: it would be more the later this one comes."""
-    gc.collect()
-    gc.freeze()
 
 
 def prompts() -> list[list[bytes]]:
