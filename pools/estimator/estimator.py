@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import structs
 
 from slagate.pools.estimator.accuracy import Accuracy, Basis
-from slagate.pools.estimator.fit import MAX_OFFSET_S, Fit
+from slagate.pools.estimator.fit import MAX_OFFSET_S, MIN_SCALE, Fit
 from slagate.workers.profiles.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
 from slagate.workers.profiles.table import Floats, Ints
 
@@ -164,6 +164,10 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
         seconds = self._speed.itl_of_batches(batch_size, context_tokens)
         seconds *= self.coefficients.itl_scale
         return seconds
+
+    def work_of_itl(self, itl_s: _WorkT) -> _WorkT:
+        """The work of a decode step that is predicted to take `itl_s`, in uncorrected seconds."""
+        return itl_s / max(MIN_SCALE, self.coefficients.itl_scale)
 
     def transfer_s(self, tokens: int) -> float:
         """Nominal seconds for a decode worker to pull the KV of a prompt of `tokens`."""

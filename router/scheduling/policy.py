@@ -68,9 +68,7 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     starved: bool  # the winner goes first because it had no request for long
     draw: float  # in [0, 1), the one random number that was drawn: it chose between equals
     config: gw.GatewayConfig  # in force when the choice was made
-    is_met: bool | None = (
-        None  # whether the targets are predicted to be met; None: it was not judged
-    )
+    is_met: bool | None = None  # whether targets are predicted to be met; None: not judged
     pairing: Pairing | Alone | None = None  # None: the other stage left every row open
     pool_stage: Stage  # of the chosen pool; for a bypass `DECODE`, where `stage` is `AGG`
     would_meet: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ A row is a worker and attention-DP rank. Its score is predicted seconds. Where t
               that one step of the worker then serves. Peak-EWMA balancers weigh latency by pending
               requests in the same way. ITL alone would not do: it is flat, and in real measurements not
               even monotone, at small batches. A cached prefix is of no use to decode: its KV is pulled.
-    agg       the sum of the two
+    agg       the sum of the two, and where others are answered the decode steps that the prompt waits for
 
 Among equals the row that was chosen longest ago wins, then chance. Short prompts are done before the next
 one comes, so idle workers are equal often, and chance alone would spread a hundred requests over two
@@ -58,6 +58,10 @@ LIMITS = frozenset(
 _FEW = 12
 """So many points are interpolated faster one by one than by numpy."""
 
+STEPS_AHEAD = 1.5
+"""Decode steps that a prompt waits for where others are answered: half of the running one on average, and
+the part of its own step that decodes."""
+
 KV_TOO_SMALL = "its KV cache is too small for the prompt"
 _FAILED = "failed this request"
 OTHER_MODEL = "does not serve the model"
@@ -89,9 +93,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     excluded: frozenset[str] = frozenset()  # addresses of workers that failed this request already
     partner: PairKey | None = None  # a retry of one stage: the worker of the other one, which stays
     elapsed_s: float = 0.0  # since it arrived
-    later_s: float = (
-        0.0  # that stages which stay take to the first token, behind those that are chosen
-    )
+    later_s: float = 0.0  # to the first token in stages that stay, behind those that are chosen
     by_targets: bool = True  # whether its targets decide between pools and between workers
     max_tokens: int | None = None  # of the answer, as the client says
     answer_tokens: float = 256.0  # that it will have at least, as most of its class do
@@ -205,9 +207,11 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return pool.estimator.coefficients.prefill_scale * pool.rows.pace.item(row)
 
     def waiting_s(self, row: int) -> float:
-        """Seconds until a row could compute the prompt: its queue, and loading blocks from the host."""
+        """Seconds until a row could compute the prompt: its queue, decode steps, blocks from the host."""
         pool = self.pool
         waiting_s = pool.rows.load_s.item(row)
+        if self.itl_s is not None and pool.rows.batch.item(row) > 1:
+            waiting_s += STEPS_AHEAD * pool.estimator.work_of_itl(self.itl_s.item(row))
         if pool.cached.has_host:
             waiting_s += pool.estimator.host_s(pool.cached.host_tokens.item(row))
         return waiting_s
@@ -300,6 +304,8 @@ def score_pool(
         work_s = _work_s(ask, pool)
         ttft_s = rows.load_s
         ttft_s += work_s * rows.pace
+        if itl_s is not None:
+            ttft_s += STEPS_AHEAD * estimator.work_of_itl(itl_s) * (rows.batch > 1)
         ttft_s = estimator.ttft_many(ttft_s)
     return ScoredPool(pool, stage, ask, work_s, ttft_s, itl_s, pairing, later_s)
 

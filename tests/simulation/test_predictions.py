@@ -60,6 +60,29 @@ def test_who_was_retried_cancelled_or_aborted_is_no_wrong_prediction(stage: str)
         assert is_paired == ((True, True) if receipt in plain else (False, False))
 
 
+def test_a_short_prompt_waits_for_the_step_of_an_answer_where_there_is_one() -> None:
+    """It comes while a worker is idle, or while it answers another, at any moment of a step."""
+    rng = random.Random(2)
+    plans = []
+    for number in range(120):
+        at_s, long = 4.0 * number, list(range(200 * number, 200 * number + 100))
+        if number % 2:
+            plans.append(Plan(at_s, long, 200))
+        short = rng.choices(range(100_000), k=rng.randint(10, 60))
+        plans.append(Plan(at_s + rng.uniform(0.3, 1.5), short, 2))
+
+    async def main() -> list[gw.Actual]:
+        async with running({"agg": 1}, seed=1) as fleet:
+            return [one.receipt.actual for one in await simulate(fleet, plans)]
+
+    for is_beside in (False, True):
+        found = [one for one in run(main)[60:] if one.output_tokens == 2]
+        found = found[is_beside::2]
+        off = sorted(abs(one.predicted_ttft_ms - one.ttft_ms) / one.ttft_ms for one in found)
+        assert len(off) > 35
+        assert off[9 * len(off) // 10] < 0.35, (is_beside, off)
+
+
 @asynccontextmanager
 async def speculating(stage: str, address: str) -> AsyncIterator[TrtllmWorker]:
     del address

@@ -331,3 +331,15 @@ def test_requests_of_others_are_in_the_batch_and_their_prompts_in_the_queue() ->
     assert winner(choice) == "own:1"
     seen = {c.view.address: c.predicted_ttft_s for c in choice.top()}
     assert seen["shared:1"] == pytest.approx((seen["own:1"] or 0) + 1.0)
+
+
+def test_a_prompt_waits_for_decode_steps_where_others_are_answered() -> None:
+    choice = pick(Stage.AGG, view("idle:1"), view("busy:1", inflight=2))
+    idle, busy = (choice.won.row_values(row) for row in (0, 1))
+    estimator = choice.won.pool.estimator
+    step_s = estimator.itl_s(*choice.won.decoding(1))
+    assert busy.predicted_ttft_s == pytest.approx((idle.predicted_ttft_s or 0) + 1.5 * step_s)
+    assert choice.won.waiting_s(0) == 0.0
+    assert choice.won.waiting_s(1) == pytest.approx(1.5 * step_s)
+    # Others that are answered do not hold up a prefill worker.
+    assert pick(Stage.PREFILL, view("idle:1"), view("busy:1", inflight=2)).won.waiting_s(1) == 0.0
