@@ -429,6 +429,8 @@ class PoolLook(google.protobuf.message.Message):
     TTFT_BASIS_FIELD_NUMBER: builtins.int
     ITL_BASIS_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    TTFT_CALIBRATION_FIELD_NUMBER: builtins.int
+    ITL_CALIBRATION_FIELD_NUMBER: builtins.int
     name: builtins.str
     leases: builtins.int
     """all that were ever taken in it"""
@@ -444,6 +446,14 @@ class PoolLook(google.protobuf.message.Message):
     def kept(self) -> Global___KeptRoom:
         """absent: the pool kept no room for protected classes"""
 
+    @property
+    def ttft_calibration(self) -> Global___Calibration:
+        """absent: predicted TTFT was held against targets as it was"""
+
+    @property
+    def itl_calibration(self) -> Global___Calibration:
+        """the same of ITL"""
+
     def __init__(
         self,
         *,
@@ -453,12 +463,44 @@ class PoolLook(google.protobuf.message.Message):
         ttft_basis: builtins.str = ...,
         itl_basis: builtins.str = ...,
         kept: Global___KeptRoom | None = ...,
+        ttft_calibration: Global___Calibration | None = ...,
+        itl_calibration: Global___Calibration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_kept", b"_kept", "coefficients", b"coefficients", "kept", b"kept"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_kept", b"_kept", "coefficients", b"coefficients", "itl_basis", b"itl_basis", "kept", b"kept", "leases", b"leases", "name", b"name", "ttft_basis", b"ttft_basis"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_itl_calibration", b"_itl_calibration", "_kept", b"_kept", "_ttft_calibration", b"_ttft_calibration", "coefficients", b"coefficients", "itl_calibration", b"itl_calibration", "kept", b"kept", "ttft_calibration", b"ttft_calibration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_itl_calibration", b"_itl_calibration", "_kept", b"_kept", "_ttft_calibration", b"_ttft_calibration", "coefficients", b"coefficients", "itl_basis", b"itl_basis", "itl_calibration", b"itl_calibration", "kept", b"kept", "leases", b"leases", "name", b"name", "ttft_basis", b"ttft_basis", "ttft_calibration", b"ttft_calibration"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_itl_calibration", b"_itl_calibration"]) -> typing.Literal["itl_calibration"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_kept", b"_kept"]) -> typing.Literal["kept"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ttft_calibration", b"_ttft_calibration"]) -> typing.Literal["ttft_calibration"] | None: ...
 
 Global___PoolLook: typing_extensions.TypeAlias = PoolLook
+
+@typing.final
+class Calibration(google.protobuf.message.Message):
+    """How predictions that are off were held against targets: ln(seconds) is about offset + slope ln(predicted)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    SLOPE_FIELD_NUMBER: builtins.int
+    SPREAD_FIELD_NUMBER: builtins.int
+    offset: builtins.float
+    slope: builtins.float
+    """0 to 1"""
+    spread: builtins.float
+    """standard deviation of ln(seconds) about that"""
+    def __init__(
+        self,
+        *,
+        offset: builtins.float = ...,
+        slope: builtins.float = ...,
+        spread: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset", "slope", b"slope", "spread", b"spread"]) -> None: ...
+
+Global___Calibration: typing_extensions.TypeAlias = Calibration
 
 @typing.final
 class KeptRoom(google.protobuf.message.Message):
@@ -975,6 +1017,7 @@ class Predictions(google.protobuf.message.Message):
     BIAS_FIELD_NUMBER: builtins.int
     MEDIAN_ERROR_FIELD_NUMBER: builtins.int
     COVERAGE_FIELD_NUMBER: builtins.int
+    SPREAD_FIELD_NUMBER: builtins.int
     basis: builtins.str
     """what predicts: learnt (the corrected profile), profile (uncorrected), or"""
     pairs: builtins.int
@@ -987,6 +1030,10 @@ class Predictions(google.protobuf.message.Message):
     """of |predicted - actual| / actual"""
     coverage: builtins.float
     """share of requests that would have met the tightest target which the"""
+    spread: builtins.float
+    """prediction allows to promise
+    absent: they are not calibrated; else the standard deviation of
+    """
     def __init__(
         self,
         *,
@@ -995,15 +1042,18 @@ class Predictions(google.protobuf.message.Message):
         bias: builtins.float | None = ...,
         median_error: builtins.float | None = ...,
         coverage: builtins.float | None = ...,
+        spread: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_bias", b"_bias", "_coverage", b"_coverage", "_median_error", b"_median_error", "bias", b"bias", "coverage", b"coverage", "median_error", b"median_error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_bias", b"_bias", "_coverage", b"_coverage", "_median_error", b"_median_error", "basis", b"basis", "bias", b"bias", "coverage", b"coverage", "median_error", b"median_error", "pairs", b"pairs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_bias", b"_bias", "_coverage", b"_coverage", "_median_error", b"_median_error", "_spread", b"_spread", "bias", b"bias", "coverage", b"coverage", "median_error", b"median_error", "spread", b"spread"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bias", b"_bias", "_coverage", b"_coverage", "_median_error", b"_median_error", "_spread", b"_spread", "basis", b"basis", "bias", b"bias", "coverage", b"coverage", "median_error", b"median_error", "pairs", b"pairs", "spread", b"spread"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_bias", b"_bias"]) -> typing.Literal["bias"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_coverage", b"_coverage"]) -> typing.Literal["coverage"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_median_error", b"_median_error"]) -> typing.Literal["median_error"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_spread", b"_spread"]) -> typing.Literal["spread"] | None: ...
 
 Global___Predictions: typing_extensions.TypeAlias = Predictions
 

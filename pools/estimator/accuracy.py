@@ -8,10 +8,13 @@ What the pool is based on follows from the factor by which half of these predict
 
     learnt     the profile, corrected by what was learnt; without a profile, what was learnt
     profile    the profile alone: what was learnt is off by more than `MAX_LEARNT`, and the profile by less
-    grid       both are off by more than `MAX_FACTOR`: the latency decides nothing in this pool
+    grid       also calibrated, they are off by more than `MAX_FACTOR`: the latency decides nothing here
 
 It comes back from the grid once the better one is off by no more than `MAX_LEARNT`. Both go on being
 paired, or it never could.
+
+Predictions of which half are off by more than `CALIBRATE_FROM` are calibrated, see `Calibration`. Of many
+that are off by chance the least is the most optimistic, so who is chosen by them takes longer than that.
 """
 
 import math
@@ -37,11 +40,40 @@ EACH = 16
 MAX_LEARNT, MAX_FACTOR = math.log(1.6), math.log(2.0)
 """Of |ln(predicted / actual)|. Lognormal noise with a sigma of 0.6 makes it ln(1.5)."""
 
+CALIBRATE_FROM, CALIBRATE_TO = math.log(1.25), math.log(1.15)
+"""Of |ln(predicted / actual)|: from where on predictions are calibrated, and until when."""
+
+CAREFUL, HOPEFUL = 1.0, -0.3
+"""Spreads of a calibrated prediction: with so much to spare a target is said to be met, and without even so
+much to be missed. The chances of being met are 84 % and 38 %."""
+
 CLEARLY = 0.8
 """One prediction is better than another if it is off by no more than this part of what that is off by."""
 
 MIN_S = 1e-4
 """What a clock can resolve; anything shorter counts as that."""
+
+
+class Calibration(NamedTuple):
+    """What requests took by what had been predicted, as a line through the logarithms of both.
+
+    The less predictions tell, the flatter it is: at a slope of 0 the mean of what requests took is all.
+    """
+
+    offset: float
+    slope: float  # in [0, 1]
+    spread: float  # standard deviation of ln(actual) about the line
+
+    def parts(self, seconds: Floats, limit_s: float) -> tuple[Floats, Floats]:
+        """How much of `limit_s` these predicted seconds may take, and are hoped to take, f64[n] each."""
+        typical = self.typical_s(seconds) / limit_s
+        careful, hopeful = (math.exp(n * self.spread) for n in (CAREFUL, HOPEFUL))
+        return typical * careful, typical * hopeful
+
+    def typical_s(self, seconds: Floats) -> Floats:
+        """What requests of which these seconds, f64[n], are predicted take in the middle."""
+        typical_s: Floats = np.exp(self.offset + self.slope * np.log(np.maximum(seconds, MIN_S)))
+        return typical_s
 
 
 class Figures(NamedTuple):
@@ -58,38 +90,49 @@ class Accuracy:
 
     def __init__(self, *, has_profile: bool) -> None:
         self.basis: Basis = "learnt"
+        self.calibration: Calibration | None = None  # None: predictions need none
         self.n_pairs = 0  # all that there ever were
         self._has_profile = has_profile
-        # ln(predicted / actual) of the prediction as made, as learnt, and of the profile alone.
-        self._logs: Floats = np.zeros((MAX_PAIRS, 3))
+        # ln(predicted / actual) of the prediction as made, as learnt, and of the profile alone; ln(actual).
+        self._logs: Floats = np.zeros((MAX_PAIRS, 4))
 
     def add_pair(self, actual_s: float, made_s: float, learnt_s: float, profile_s: float) -> bool:
         """Add what was predicted, and what was or would have been, beside what it took; in seconds.
 
-        True: `basis` is another one now. What is no time is ignored.
+        True: `basis` or `calibration` is another one now. What is no time is ignored.
         """
         predicted = (made_s, learnt_s, profile_s)
         if min(actual_s, *predicted) < 0.0 or not actual_s + sum(predicted) < math.inf:
             return False
         actual_s = max(actual_s, MIN_S)
         logs = [math.log(max(each, MIN_S) / actual_s) for each in predicted]
-        self._logs[self.n_pairs % MAX_PAIRS] = logs
+        self._logs[self.n_pairs % MAX_PAIRS] = *logs, math.log(actual_s)
         self.n_pairs += 1
         if self.n_pairs < MIN_PAIRS or self.n_pairs % EACH:
             return False
-        before, self.basis = self.basis, self._next()
-        return self.basis != before
+        before = self.basis, self.calibration
+        self._look()
+        return before != (self.basis, self.calibration)
 
-    def _next(self) -> Basis:
-        learnt, profile = _middle(np.abs(self._newest[:, 1:])).tolist()
+    def _look(self) -> None:
+        """Set `basis` and `calibration` by the newest pairs."""
+        newest = self._newest
+        learnt, profile = _middle(np.abs(newest[:, 1:3])).tolist()
         if not self._has_profile:
             profile = math.inf
-        limit = MAX_LEARNT if self.basis == "grid" else MAX_FACTOR
-        if min(learnt, profile) > limit:
-            return "grid"
         if self.basis == "profile":
-            return "learnt" if learnt <= CLEARLY * max(MAX_LEARNT, profile) else "profile"
-        return "profile" if learnt > MAX_LEARNT and profile <= CLEARLY * learnt else "learnt"
+            is_learnt = learnt <= CLEARLY * max(MAX_LEARNT, profile)
+        else:
+            is_learnt = learnt <= MAX_LEARNT or profile > CLEARLY * learnt
+        off, of_basis = (learnt, newest[:, 1]) if is_learnt else (profile, newest[:, 2])
+        is_off = off > (CALIBRATE_FROM if self.calibration is None else CALIBRATE_TO)
+        self.calibration = _calibration(of_basis, newest[:, 3]) if is_off else None
+        if self.calibration is not None:
+            line = self.calibration
+            predicted = of_basis + newest[:, 3]
+            off = _middle(np.abs(newest[:, 3] - line.offset - line.slope * predicted)).item()
+        limit = MAX_LEARNT if self.basis == "grid" else MAX_FACTOR
+        self.basis = "grid" if off > limit else "learnt" if is_learnt else "profile"
 
     def figures(self, share: float) -> Figures | None:
         """The figures; `share` is the part of a target that a prediction may fill. None: no pair yet."""
@@ -106,6 +149,16 @@ class Accuracy:
     @property
     def _newest(self) -> Floats:
         return self._logs[: min(self.n_pairs, MAX_PAIRS)]
+
+
+def _calibration(off: Floats, actual: Floats) -> Calibration:
+    """The line through logarithms of actual by predicted seconds; `off` are those of their quotients."""
+    predicted = off + actual
+    x, y = predicted - predicted.mean(), actual - actual.mean()
+    square = float(x @ x)
+    slope = min(1.0, max(0.0, float(x @ y) / square)) if square > 0.0 else 0.0
+    offset = float(actual.mean()) - slope * float(predicted.mean())
+    return Calibration(offset, slope, float(np.std(y - slope * x)))
 
 
 def _middle(figures: Floats) -> Floats:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from slagate.pools.estimator.accuracy import Accuracy, Basis
+from slagate.pools.estimator.accuracy import Accuracy, Basis, Calibration
 from slagate.pools.estimator.fit import MAX_OFFSET_S, MIN_SCALE, Fit
 from slagate.workers.profiles.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
 from slagate.workers.profiles.table import Floats, Ints
@@ -93,6 +93,9 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
     ttft_basis: Basis = "learnt"
     itl_basis: Basis = "learnt"
     learnt: Coefficients = UNCORRECTED  # whether in force or not; decides nothing
+    # How predictions, which do not have them in them, are held against targets; None: as they are.
+    ttft_calibration: Calibration | None = None
+    itl_calibration: Calibration | None = None
     _speed: TimingModel = NOMINAL  # always the profile's, whatever is given
 
     def __post_init__(self) -> None:
@@ -187,6 +190,8 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
             self.ttft_basis,
             other.itl_basis,
             Coefficients(*learnt.prefill, other.learnt.itl_scale),
+            self.ttft_calibration,
+            other.itl_calibration,
         )
 
     def table_json(self) -> dict[str, object]:
@@ -275,7 +280,14 @@ class Estimator:
         """Bring `frozen` in line with what was learnt, and with what predictions are based on."""
         learnt = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
         before, ttft, itl = self.frozen, self.ttft.basis, self.itl.basis
-        if learnt == before.learnt and (ttft, itl) == (before.ttft_basis, before.itl_basis):
+        calibrations = self.ttft.calibration, self.itl.calibration
+        if (learnt, ttft, itl, *calibrations) == (
+            before.learnt,
+            before.ttft_basis,
+            before.itl_basis,
+            before.ttft_calibration,
+            before.itl_calibration,
+        ):
             return
         in_force = learnt
         if ttft == "profile":
@@ -283,7 +295,7 @@ class Estimator:
         if itl == "profile":
             in_force = Coefficients(*in_force.prefill, UNCORRECTED.itl_scale)
         self.frozen = FrozenEstimator(
-            before.profile, before.profile_source, in_force, ttft, itl, learnt
+            before.profile, before.profile_source, in_force, ttft, itl, learnt, *calibrations
         )
 
     @property

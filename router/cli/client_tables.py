@@ -144,7 +144,8 @@ def _predictions_table(pools: gw.ListPoolsResponse) -> Table:
         for latency, of in (("TTFT", pool.ttft), ("ITL", pool.itl)):
             if of.pairs:
                 shares = f"{of.median_error:.0%}", f"{of.bias:+.0%}", f"{of.coverage:.0%}"
-                table.add_row(pool.name, latency, of.basis, str(of.pairs), *shares)
+                by = f"{of.basis}, calibrated" if of.HasField("spread") else of.basis
+                table.add_row(pool.name, latency, by, str(of.pairs), *shares)
     return table
 
 

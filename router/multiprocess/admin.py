@@ -35,6 +35,7 @@ _WORST: Mapping[str, Callable[[list[float]], float]] = {
     "bias": partial(max, key=abs),
     "median_error": max,
     "coverage": min,
+    "spread": max,
 }
 """Which of the figures of `Predictions` of several processes is shown."""
 

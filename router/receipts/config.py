@@ -8,13 +8,16 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from slagate.pools.estimator.accuracy import BASES, Basis
+from slagate.pools.estimator.accuracy import BASES, Basis, Calibration
 from slagate.pools.estimator.estimator import Coefficients, FrozenEstimator
 from slagate.pools.fleet.fleet import Prepared, prepare
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.proto import gateway_pb2 as gw
+
+MAX_LOG = 30.0
+"""More than the logarithm of any time, in seconds, by any other."""
 
 
 class UnusableReceipt(ValueError):
@@ -54,10 +57,23 @@ class RecordedConfig(NamedTuple):
             if not found:
                 raise ValueError(f"{name}: must be one of {', '.join(BASES)}")
             (bases[name],) = found
+        lines = {
+            name: _calibration(name, getattr(look, name))
+            for name in ("ttft_calibration", "itl_calibration")
+            if look.HasField(name)
+        }
         try:
-            return replace(self.estimators[look.name], coefficients=corrected, **bases)
+            return replace(self.estimators[look.name], coefficients=corrected, **bases, **lines)
         except ValueError as error:
             raise ValueError(f"coefficients: {error}") from error
+
+
+def _calibration(name: str, told: gw.Calibration) -> Calibration:
+    for field, most in (("offset", MAX_LOG), ("slope", 1.0), ("spread", MAX_LOG)):
+        least = -MAX_LOG if field == "offset" else 0.0
+        if not least <= getattr(told, field) <= most:
+            raise ValueError(f"{name}.{field}: must be between {least:g} and {most:g}")
+    return Calibration(told.offset, told.slope, told.spread)
 
 
 def read_config(message: gw.GatewayConfig) -> RecordedConfig:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import asdict
 
+from slagate.pools.estimator.accuracy import Calibration
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.kept_room import KeptRoom
@@ -191,7 +192,13 @@ def _pool_look(pool: PoolSnapshot) -> gw.PoolLook:
         ttft_basis=estimator.ttft_basis,
         itl_basis=estimator.itl_basis,
         kept=None if pool.kept is None else _kept_message(pool.kept),
+        ttft_calibration=_calibration(estimator.ttft_calibration),
+        itl_calibration=_calibration(estimator.itl_calibration),
     )
+
+
+def _calibration(line: Calibration | None) -> gw.Calibration | None:
+    return None if line is None else gw.Calibration(**line._asdict())
 
 
 def _kept_message(kept: KeptRoom) -> gw.KeptRoom:

@@ -456,7 +456,9 @@ def _by_targets(
     if not is_judged:
         return late_name, None, None
     yields = is_open and scored[late_name].ask.yields
-    return late_name, late_row, None if late_row is None and not yields else False
+    if late_row is None:
+        return late_name, None, False if yields else None
+    return late_name, late_row, least_late <= 1.0
 
 
 def _target(axis: AnyAxis, sla: Sla) -> LatencyTarget:

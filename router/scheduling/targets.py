@@ -11,6 +11,9 @@ unless the request is of one.
 Of the rows that fit, those where it costs no more than `SAME_WORK` times the least work are as good, and of
 them the fullest is taken, so that room for large and urgent requests is left on the others. Where nothing
 fits, the least late row is. A relegated request then takes a row with nothing else to do, or none.
+
+Predictions of a pool that are off are calibrated, see `accuracy`: a row then fits only with time to spare,
+and is late only where the request is likely to be.
 """
 
 import math
@@ -39,6 +42,7 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     scored: ScoredPool
     late: Floats  # f64[n_rows], above 1 where it does not fit: how much of a target it takes
+    hopes: Floats  # f64[n_rows], above 1 where it is likely to miss; `late`, unless calibrated
     open_rows: Ints | None  # indices of those that may be chosen; None: all may
     delays: Flags | None  # bool[n_rows], where it delays others much; None: nowhere
     harms: Flags | None  # bool[n_rows], where it breaks a promise or takes kept room; None: nowhere
@@ -65,7 +69,7 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self._longest_ago(rows.take((late == late.item(late.argmax())).nonzero()[0]), draw)
 
     def least_late(self, draw: float) -> tuple[int | None, float]:
-        """The index of the least late row, and its lateness; None where it takes none."""
+        """The index of the least late row, and its lateness, above 1 if late; None where it takes none."""
         rows = self._open(np.ones(len(self.late), dtype=np.bool_))
         if not len(rows):
             return None, math.inf
@@ -73,7 +77,7 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
             rows = self._idle(rows)
             if not len(rows):
                 return None, math.inf
-        late = self.late.take(rows)
+        late = self.hopes.take(rows)
         least: float = late.item(late.argmin())
         return self._longest_ago(rows.take((late == least).nonzero()[0]), draw), least
 
@@ -105,7 +109,7 @@ def judged(scored: ScoredPool) -> Judged | None:
 
     By a latency whose predictions in this pool are off (its basis is the grid) nothing is judged.
     """
-    sla, estimator, late = scored.ask.sla, scored.pool.estimator, None
+    sla, estimator, late, hopes = scored.ask.sla, scored.pool.estimator, None, None
     is_right = estimator.ttft_basis != "grid"
     if (
         is_right
@@ -113,22 +117,37 @@ def judged(scored: ScoredPool) -> Judged | None:
         and sla.ttft_ms is not None
         and estimator.predicts_prefill
     ):
-        late = scored.ttft_s + scored.later_s
-        late /= max(_LEAST_S, _left_s(scored))
+        late, left_s = scored.ttft_s + scored.later_s, max(_LEAST_S, _left_s(scored))
+        if estimator.ttft_calibration is None:
+            late /= left_s
+        else:
+            late, hopes = estimator.ttft_calibration.parts(late, left_s)
     is_right = estimator.itl_basis != "grid"
-    if is_right and scored.itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
-        itl_late = scored.itl_s / max(_LEAST_S, ITL_SHARE * sla.itl_ms / 1000)
+    itl_s, of_itl = scored.itl_s, estimator.itl_calibration
+    if is_right and itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
+        limit_s = max(_LEAST_S, ITL_SHARE * sla.itl_ms / 1000)
+        itl_late = itl_hopes = itl_s / limit_s
+        if of_itl is not None:
+            itl_late, itl_hopes = of_itl.parts(itl_s, limit_s)
+        if hopes is not None or of_itl is not None:
+            first = late if hopes is None else hopes
+            hopes = itl_hopes if first is None else np.maximum(first, itl_hopes)
         late = itl_late if late is None else np.maximum(late, itl_late, out=late)
     if late is None:
         return None
     rows = scored.pool.rows
     delays: Flags | None = None
     harms: Flags | None = None
-    if scored.itl_s is not None:
-        np.maximum(late, scored.itl_s / rows.floats("itl_limit_s"), out=late)
+    if itl_s is not None:
+        of_others = (itl_s if of_itl is None else of_itl.typical_s(itl_s)) / rows.floats(
+            "itl_limit_s"
+        )
+        np.maximum(late, of_others, out=late)
+        if hopes is not None:
+            np.maximum(hopes, of_others, out=hopes)
         if scored.ask.yields:
             # Otherwise it is enough that it is late there.
-            harms = scored.itl_s > rows.floats("itl_limit_s")
+            harms = of_others > 1.0
     if scored.work_s is not None:
         if np.count_nonzero(rows.ints("join_tokens")):
             joins, delays = _joins_s(scored) > rows.join_limits_s
@@ -142,7 +161,9 @@ def judged(scored: ScoredPool) -> Judged | None:
     if harms is not None and np.count_nonzero(harms):
         more_s = scored.score_s if scored.work_s is None else scored.work_s
         late = np.where(harms, np.maximum(late, 1.0) + more_s, late)
-    return Judged(scored, late, scored.open_rows(), delays, harms)
+        if hopes is not None:
+            hopes = np.where(harms, np.maximum(hopes, 1.0) + more_s, hopes)
+    return Judged(scored, late, late if hopes is None else hopes, scored.open_rows(), delays, harms)
 
 
 def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:

@@ -150,8 +150,16 @@ def _explain_winner(ask: RoutingRequest, choice: StageChoice, best: ScoredRow) -
             yield f"Predicted {label} {seconds * 1000:.1f} ms."
     for scored in choice.scored:
         pool, bases = scored.pool.name, scored.pool.estimator
-        for label, basis in (("TTFT", bases.ttft_basis), ("ITL", bases.itl_basis)):
+        for label, basis, calibration in (
+            ("TTFT", bases.ttft_basis, bases.ttft_calibration),
+            ("ITL", bases.itl_basis, bases.itl_calibration),
+        ):
             if basis == "profile":
                 yield f"What was learnt of {label} in pool {pool} is off: the profile alone predicts it."
             elif basis == "grid":
                 yield f"Predictions of {label} in pool {pool} are off: no target decides there by them."
+            if basis != "grid" and calibration is not None:
+                yield (
+                    f"Predictions of {label} in pool {pool} are off: targets are held against what"
+                    " requests took of which as much was predicted."
+                )

@@ -280,6 +280,8 @@ def _predictions(pool: Pool, latency: str) -> gw.Predictions | None:
             told = gw.Predictions(basis=accuracy.basis)
             if (figures := accuracy.figures(share)) is not None:
                 told.pairs, told.bias, told.median_error, told.coverage = figures
+            if accuracy.calibration is not None:
+                told.spread = accuracy.calibration.spread
             return told
     return None
 

@@ -63,6 +63,8 @@ class NoisyChoice:
             estimator.ttft_basis,
             estimator.itl_basis,
             estimator.learnt,
+            estimator.ttft_calibration,
+            estimator.itl_calibration,
             prefill_factor=float(factors(1)[0]),
             itl_factors=factors(len(rows)),
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from slagate.pools.estimator.accuracy import BASES
+from slagate.pools.estimator.accuracy import BASES, Calibration
 from slagate.pools.estimator.estimator import Coefficients
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import PoolSnapshot
@@ -141,7 +141,14 @@ class RandomFleet:
             estimator = replace(estimator, coefficients=learnt)
         if self._falls_back:
             ttft, itl = rng.choice(BASES), rng.choice(BASES)
-            estimator = replace(estimator, ttft_basis=ttft, itl_basis=itl)
+            lines = [*[None] * 6, Calibration(-1.5, 0.6, 0.5), Calibration(0.2, 1.0, 0.1)]
+            estimator = replace(
+                estimator,
+                ttft_basis=ttft,
+                itl_basis=itl,
+                ttft_calibration=rng.choice(lines),
+                itl_calibration=rng.choice(lines),
+            )
         whole = None
         if self._bypasses and decodes:
             learnt = Coefficients(rng.uniform(0.5, 2), rng.uniform(0, 0.1), 1.0)

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from slagate.pools.estimator.accuracy import EACH, MAX_PAIRS, MIN_PAIRS, MIN_S, Accuracy
@@ -19,16 +20,18 @@ SHARE = 0.8
 
 
 def filled(learnt: float, profile: float, *, n: int = MIN_PAIRS, **more: bool) -> Accuracy:
-    """After `n` outcomes of a second that were predicted like this; as learnt, if that is in force."""
+    """After `n` outcomes that were predicted so many times too long or too short."""
     accuracy = Accuracy(has_profile=more.get("has_profile", True))
     put(accuracy, learnt, profile, n=n)
     return accuracy
 
 
 def put(accuracy: Accuracy, learnt: float, profile: float, *, n: int = MAX_PAIRS) -> str:
-    for _ in range(n):
-        made = profile if accuracy.basis == "profile" else learnt
-        accuracy.add_pair(1.0, made, learnt, profile)
+    """Outcomes of very different length, so that no calibration makes up for the factors."""
+    for number in range(n):
+        actual_s, too_long = math.exp((8, -8)[number % 2]), (1, -1)[number // 2 % 2]
+        predicted_s = [actual_s * factor**too_long for factor in (learnt, profile)]
+        accuracy.add_pair(actual_s, predicted_s[accuracy.basis == "profile"], *predicted_s)
     return accuracy.basis
 
 
@@ -76,10 +79,10 @@ def test_what_takes_no_time_counts_as_what_a_clock_can_resolve() -> None:
         (1.7, 1.0, "profile"),
         (1 / 1.7, 1.0, "profile"),
         (1.7, 1.6, "learnt"),  # hardly better
-        (1.9, 3.0, "learnt"),
+        (1.8, 3.0, "learnt"),
         (5.0, 1.5, "profile"),
-        (2.1, 2.1, "grid"),
-        (1 / 2.1, 3.0, "grid"),
+        (2.3, 2.3, "grid"),
+        (1 / 2.3, 3.0, "grid"),
         (100.0, 0.01, "grid"),
     ],
 )
@@ -91,8 +94,8 @@ def test_predictions_that_are_off_give_way_to_the_profile_and_then_to_the_grid(
 
 
 def test_without_a_profile_there_is_nothing_between_what_was_learnt_and_the_grid() -> None:
-    assert filled(1.9, 1.0, has_profile=False).basis == "learnt"
-    assert filled(2.1, 1.0, has_profile=False).basis == "grid"
+    assert filled(1.8, 1.0, has_profile=False).basis == "learnt"
+    assert filled(2.3, 1.0, has_profile=False).basis == "grid"
 
 
 def test_it_comes_back_later_than_it_fell_back() -> None:
@@ -100,11 +103,11 @@ def test_it_comes_back_later_than_it_fell_back() -> None:
     assert accuracy.basis == "profile"
     assert put(accuracy, 1.5, 1.3) == "profile"
     assert put(accuracy, 1.4, 1.3) == "learnt"
-    assert put(accuracy, 2.1, 2.1) == "grid"
+    assert put(accuracy, 2.3, 2.3) == "grid"
     assert put(accuracy, 1.9, 1.9) == "grid"
-    assert put(accuracy, 1.9, 1.5) == "profile"
-    assert put(accuracy, 2.1, 2.1) == "grid"
-    assert put(accuracy, 1.5, 1.9) == "learnt"
+    assert put(accuracy, 1.9, 1.4) == "profile"
+    assert put(accuracy, 2.3, 2.3) == "grid"
+    assert put(accuracy, 1.4, 1.9) == "learnt"
 
 
 def test_it_tells_that_the_basis_has_changed_once() -> None:
@@ -112,6 +115,48 @@ def test_it_tells_that_the_basis_has_changed_once() -> None:
     told = [accuracy.add_pair(1.0, 3.0, 3.0, 3.0) for _ in range(MAX_PAIRS)]
     assert told == [n == MIN_PAIRS for n in range(1, MAX_PAIRS + 1)]
     assert MIN_PAIRS % EACH == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_best_of_many_noisy_predictions_is_calibrated(seed: int) -> None:
+    """What takes about a second is all alike to them; what takes from 10 ms to 100 s is not."""
+    for spread, slopes in ((0.05, (0.0, 0.2)), (2.0, (0.8, 1.0))):
+        accuracy, rng, taken = Accuracy(has_profile=True), random.Random(seed), []
+        for _ in range(2 * MAX_PAIRS):
+            actual_s = rng.lognormvariate(0, spread)
+            predicted_s = min(actual_s * rng.lognormvariate(0, 0.6) for _ in range(4))
+            accuracy.add_pair(actual_s, predicted_s, predicted_s, 9 * predicted_s)
+            taken.append((predicted_s, actual_s))
+        line = accuracy.calibration
+        assert line is not None
+        assert slopes[0] <= line.slope <= slopes[1]
+        predicted, actual = np.array(taken[-MAX_PAIRS:]).T
+        assert np.median(predicted / actual) < 0.7
+        assert np.median(line.typical_s(predicted) / actual) == pytest.approx(1.0, abs=0.2)
+        careful, hopeful = line.parts(predicted, 1.0)
+        assert np.mean(careful >= actual) == pytest.approx(0.84, abs=0.1)
+        assert np.mean(hopeful >= actual) == pytest.approx(0.38, abs=0.1)
+        assert accuracy.basis == "learnt"
+
+
+def test_right_predictions_are_not_calibrated_nor_any_more_once_they_are() -> None:
+    accuracy = filled(1.2, 3.0)
+    assert accuracy.calibration is None
+    put(accuracy, 1.3, 3.0)
+    assert accuracy.calibration is not None
+    put(accuracy, 1.2, 3.0)
+    assert accuracy.calibration is not None
+    put(accuracy, 1.1, 3.0)
+    assert accuracy.calibration is None
+
+
+def test_what_is_always_as_far_off_is_right_when_it_is_calibrated() -> None:
+    accuracy = Accuracy(has_profile=True)
+    for _ in range(MIN_PAIRS):
+        accuracy.add_pair(1.0, 3.0, 3.0, 5.0)
+    assert accuracy.basis == "learnt"
+    assert accuracy.calibration is not None
+    assert accuracy.calibration.typical_s(np.array([3.0])) == pytest.approx([1.0])
 
 
 def seen_bases(

@@ -144,7 +144,12 @@ def test_workers_show_their_events_and_what_came_of_predictions(
                 name="p",
                 stage=gw.STAGE_PREFILL,
                 ttft=gw.Predictions(
-                    basis="profile", pairs=64, bias=-0.25, median_error=0.126, coverage=0.9
+                    basis="profile",
+                    pairs=64,
+                    bias=-0.25,
+                    median_error=0.126,
+                    coverage=0.9,
+                    spread=0,
                 ),
                 itl=gw.Predictions(basis="learnt"),
                 workers=3,
@@ -174,7 +179,7 @@ def test_workers_show_their_events_and_what_came_of_predictions(
     assert "admission on (the fleet file says shadow), spill any, bypass off\n" in out
     (_, pool, _, predictions, header, first, second, third) = rows(out)
     assert (pool[0], pool[4]) == ("p", "2/3 (+1 draining), 2 without a partner")
-    assert predictions == ["p", "TTFT", "profile", "64", "13%", "-25%", "90%"]
+    assert predictions == ["p", "TTFT", "profile, calibrated", "64", "13%", "-25%", "90%"]
     assert header[4:6] == ["KV events", "cached (predicted)"]
     assert first[4:6] == ["none (it has no such RPC)", "1,200 (1,000)"]
     assert (second[2], second[4], second[5]) == ("not_ready (gone)", "-", "-")

@@ -152,6 +152,7 @@ def test_pools_are_summed_and_their_totals_are_of_all_processes_there_ever_were(
     one = pools(inflight=3, queued_tokens=10, workers_ready=3, ttft=predictions("grid", 0.5))
     two = pools(inflight=4, queued_tokens=20, workers_ready=2, ttft=predictions("learnt", -0.75))
     two.pools[0].itl.CopyFrom(predictions("profile", 0.25))
+    one.pools[0].ttft.spread, two.pools[0].ttft.spread = 0.25, 0.5
     children = Children(Answers(ListPools=one), Answers(ListPools=two))
     with whole(tmp_path, children) as service:
         found = run(service.ListPools, gw.ListPoolsRequest(), Context())
@@ -159,7 +160,7 @@ def test_pools_are_summed_and_their_totals_are_of_all_processes_there_ever_were(
         assert (pool.workers, pool.workers_ready, pool.inflight) == (3, 2, 7)
         assert pool.queued_tokens == 30
         assert pool.ttft == gw.Predictions(
-            basis="grid", pairs=20, bias=-0.75, median_error=0.75, coverage=0.25
+            basis="grid", pairs=20, bias=-0.75, median_error=0.75, coverage=0.25, spread=0.5
         )
         assert pool.itl == predictions("profile", 0.25)
         assert (pool.requests_total, pool.retries_total, pool.spills_total) == (12, 14, 16)

@@ -267,6 +267,14 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         lambda v: stage(v)["pools"][0].update(ttft_basis="guess"),
         STAGE + r"\.pools\[0\]\.ttft_basis: must be one of learnt, profile, grid",
     ),
+    "calibration": (
+        lambda v: stage(v)["pools"][0].update(ttft_calibration={"slope": 2.0}),
+        STAGE + r"\.pools\[0\]\.ttft_calibration\.slope: must be between 0 and 1",
+    ),
+    "spread": (
+        lambda v: stage(v)["pools"][0].update(itl_calibration={"spread": "NaN"}),
+        STAGE + r"\.pools\[0\]\.itl_calibration\.spread: must be between 0 and 30",
+    ),
     "target": (
         lambda v: v["receipt"]["decision"]["sla"].update(ttft_ms="Infinity"),
         r"receipt\.decision\.sla\.ttft_ms: must be a finite number",

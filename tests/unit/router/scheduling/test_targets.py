@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from slagate.pools.estimator.accuracy import CAREFUL, HOPEFUL, Calibration
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import PriorityRule, Stage, StageGrid
 from slagate.pools.inflight.kept_room import KeptRoom
@@ -256,8 +257,8 @@ def test_a_pool_without_a_profile_is_chosen_as_the_grid_says() -> None:
     assert (choice.pool, choice.row, choice.is_met) == ("c", 1, None)
 
 
-def off(pool: PoolSnapshot, **bases: str) -> PoolSnapshot:
-    """The pool, in which predictions have fallen back."""
+def off(pool: PoolSnapshot, **bases: str | Calibration) -> PoolSnapshot:
+    """The pool, in which predictions have fallen back, or are calibrated."""
     return structs.replace(pool, estimator=structs.replace(pool.estimator, **bases))
 
 
@@ -292,6 +293,46 @@ def test_nobody_spills_to_where_predictions_are_off_nor_is_refused_for_it() -> N
     pools = pools_with({"a": 0.0, "b": 0.0, "c": 9.0})
     pools["a"] = off(pools["a"], ttft_basis="grid")
     assert chosen_of(pools, "any")[:2] == ("b", True)
+
+
+def test_what_is_calibrated_fits_with_time_to_spare_and_is_late_where_it_is_likely_to_be() -> None:
+    """Requests take twice as long as predicted, half of them between 1.6 and 2.5 times as long."""
+    line = Calibration(math.log(2), 1.0, 0.3)
+    pools = {
+        name: off(
+            pool_view(name, [view(f"{name}:1", queued_s=s)], speed=SPEED), ttft_calibration=line
+        )
+        for name, s in (("c", 0.2), ("b", 0.0))
+    }
+
+    def told(times: float) -> tuple[str, bool | None]:
+        """The pool, and whether it is met, with so many times the time that is predicted for `b`."""
+        asked = ask(isl_tokens=ISL, sla=Sla(ttft_ms=1000 * times * IDLE_S / TTFT_SHARE))
+        choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, draw=rng().random())
+        return choice.pool, choice.is_met
+
+    pools["a"] = pools["b"]
+    careful, hopeful = (2 * math.exp(n * line.spread) for n in (CAREFUL, HOPEFUL))
+    in_c = (IDLE_S + 0.2) / IDLE_S
+    assert told(1.001 * careful * in_c) == ("c", True)
+    assert told(0.999 * careful * in_c) == ("b", True)
+    assert told(1.001 * careful) == ("b", True)
+    assert told(0.999 * careful) == ("b", True), "it is the least late, and likely to be met"
+    assert told(1.001 * hopeful) == ("b", True)
+    assert told(0.999 * hopeful) == ("b", False)
+    assert "are off: targets are held against what requests took" in chosen_of(pools, "listed")[2]
+
+
+def test_steps_of_others_are_calibrated_like_ones_own() -> None:
+    line = Calibration(math.log(2), 1.0, 0.0)
+    sla = Sla(itl_ms=1000.0)
+    step_s = SPEED.frozen.itl_s(2, ISL)
+    for limit_s, is_met in ((2.01 * step_s, True), (1.99 * step_s, False)):
+        views = [view(inflight=1, context_tokens=ISL, itl_limit_s=limit_s)]
+        pool = off(pool_view("p", views, speed=SPEED), itl_calibration=line)
+        grid, asked = one_cell(Stage.DECODE, "p"), ask(isl_tokens=ISL, sla=sla)
+        choice = choose_stage(Stage.DECODE, asked, grid, {"p": pool}, draw=rng().random())
+        assert choice.is_met is is_met
 
 
 def test_an_aggregated_pool_is_judged_by_the_latency_whose_predictions_are_right() -> None:
