@@ -126,11 +126,11 @@ class Accuracy:
             is_learnt = learnt <= MAX_LEARNT or profile > CLEARLY * learnt
         off, of_basis = (learnt, newest[:, 1]) if is_learnt else (profile, newest[:, 2])
         is_off = off > (CALIBRATE_FROM if self.calibration is None else CALIBRATE_TO)
-        self.calibration = _calibration(of_basis, newest[:, 3]) if is_off else None
-        if self.calibration is not None:
-            line = self.calibration
-            predicted = of_basis + newest[:, 3]
-            off = _middle(np.abs(newest[:, 3] - line.offset - line.slope * predicted)).item()
+        self.calibration = None
+        if is_off:
+            line, left = _calibration(of_basis, newest[:, 3])
+            if left < off:
+                self.calibration, off = line, left
         limit = MAX_LEARNT if self.basis == "grid" else MAX_FACTOR
         self.basis = "grid" if off > limit else "learnt" if is_learnt else "profile"
 
@@ -151,14 +151,18 @@ class Accuracy:
         return self._logs[: min(self.n_pairs, MAX_PAIRS)]
 
 
-def _calibration(off: Floats, actual: Floats) -> Calibration:
-    """The line through logarithms of actual by predicted seconds; `off` are those of their quotients."""
+def _calibration(off: Floats, actual: Floats) -> tuple[Calibration, float]:
+    """The line through logarithms of actual by predicted seconds, and how far half of them are from it.
+
+    `off` are the logarithms of predicted / actual.
+    """
     predicted = off + actual
     x, y = predicted - predicted.mean(), actual - actual.mean()
     square = float(x @ x)
     slope = min(1.0, max(0.0, float(x @ y) / square)) if square > 0.0 else 0.0
     offset = float(actual.mean()) - slope * float(predicted.mean())
-    return Calibration(offset, slope, float(np.std(y - slope * x)))
+    left = y - slope * x
+    return Calibration(offset, slope, float(np.std(left))), _middle(np.abs(left)).item()
 
 
 def _middle(figures: Floats) -> Floats:

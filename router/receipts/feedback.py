@@ -14,7 +14,7 @@ from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.grid import Stage
 from slagate.router.receipts.record import Pairs, Prefilled, Record
 from slagate.router.scheduling.policy import StageChoice
-from slagate.router.scheduling.targets import ITL_SHARE, TTFT_SHARE
+from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ def accuracies(pool: Pool) -> Iterator[tuple[str, Accuracy, float]]:
     elif pool.whole is not None:
         yield "ttft", pool.whole.ttft, TTFT_SHARE
     if pool.stage is not Stage.PREFILL:
-        yield "itl", pool.estimator.itl, ITL_SHARE
+        share = ITL_SHARE if pool.stage is Stage.DECODE else AGG_ITL_SHARE
+        yield "itl", pool.estimator.itl, share
 
 
 def update_estimators(record: Record, itl_s: float | None, fleet: Fleet) -> None:

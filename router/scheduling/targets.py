@@ -28,8 +28,9 @@ from slagate.pools.inflight.kept_room import KeptRoom, RoomKeeper
 from slagate.pools.inflight.table import Flags, Floats, Ints
 from slagate.router.scheduling.score import ScoredPool
 
-TTFT_SHARE, ITL_SHARE = 0.95, 0.85
-"""Parts of the targets that predictions may fill, as they are not exact."""
+TTFT_SHARE, ITL_SHARE, AGG_ITL_SHARE = 0.95, 0.80, 0.85
+"""Parts of the targets that predictions may fill, as they are not exact. Where prompts are computed beside
+answers, what these wait for prompts is promised apart from their steps."""
 
 SAME_WORK = 1.1
 
@@ -125,7 +126,8 @@ def judged(scored: ScoredPool) -> Judged | None:
     is_right = estimator.itl_basis != "grid"
     itl_s, of_itl = scored.itl_s, estimator.itl_calibration
     if is_right and itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
-        limit_s = max(_LEAST_S, ITL_SHARE * sla.itl_ms / 1000)
+        share = ITL_SHARE if scored.stage is Stage.DECODE else AGG_ITL_SHARE
+        limit_s = max(_LEAST_S, share * sla.itl_ms / 1000)
         itl_late = itl_hopes = itl_s / limit_s
         if of_itl is not None:
             itl_late, itl_hopes = of_itl.parts(itl_s, limit_s)
@@ -175,7 +177,7 @@ def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:
         own_s *= scored.pool.estimator.coefficients.prefill_scale
         room.note_ttft(_left_s(scored) - scored.later_s, float(own_s))
     if scored.itl_s is not None and sla.itl_ms is not None:
-        room.note_itl(ITL_SHARE * sla.itl_ms / 1000)
+        room.note_itl(_itl_limit_s(scored, sla.itl_ms))
 
 
 def busy_s(scored: ScoredPool, row: int) -> float:
@@ -183,8 +185,9 @@ def busy_s(scored: ScoredPool, row: int) -> float:
     found = 0.0
     if scored.work_s is not None:
         found = scored.work_s.item(row) * scored.rate(row)
-    if scored.itl_s is not None and scored.ask.sla.itl_ms is not None:
-        limit_s, isl_tokens = ITL_SHARE * scored.ask.sla.itl_ms / 1000, scored.ask.isl_tokens
+    itl_ms = scored.ask.sla.itl_ms
+    if scored.itl_s is not None and itl_ms is not None:
+        limit_s, isl_tokens = _itl_limit_s(scored, itl_ms), scored.ask.isl_tokens
         of = scored.pool.estimator
         alone_s = of.itl_s(1, isl_tokens)
         each_s = max(_LEAST_S, of.itl_s(2, isl_tokens) - alone_s)
@@ -202,7 +205,8 @@ def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
         due_s = now_s + _left_s(scored) - scored.later_s
     has_itl = estimator.itl_basis != "grid"
     if has_itl and scored.itl_s is not None and sla.itl_ms is not None:
-        itl_limit_s = ITL_SHARE * sla.itl_ms / 1000
+        share = ITL_SHARE if scored.stage is Stage.DECODE else AGG_ITL_SHARE
+        itl_limit_s = share * sla.itl_ms / 1000
         whole = scored.pool.whole
         if scored.stage is Stage.AGG or whole is not None:
             gaps = max(1.0, scored.ask.answer_tokens - 1.0)
@@ -231,6 +235,11 @@ def _left_s(scored: ScoredPool) -> float:
     sla = scored.ask.sla
     assert sla.ttft_ms is not None
     return TTFT_SHARE * sla.ttft_ms / 1000 - scored.ask.elapsed_s
+
+
+def _itl_limit_s(scored: ScoredPool, itl_ms: float) -> float:
+    """Seconds that a step may take by the target."""
+    return (ITL_SHARE if scored.stage is Stage.DECODE else AGG_ITL_SHARE) * itl_ms / 1000
 
 
 def _takes_kept(scored: ScoredPool, kept: KeptRoom) -> Flags:

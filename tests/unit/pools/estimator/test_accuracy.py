@@ -140,13 +140,14 @@ def test_the_best_of_many_noisy_predictions_is_calibrated(seed: int) -> None:
 
 
 def test_right_predictions_are_not_calibrated_nor_any_more_once_they_are() -> None:
-    accuracy = filled(1.2, 3.0)
-    assert accuracy.calibration is None
-    put(accuracy, 1.3, 3.0)
-    assert accuracy.calibration is not None
-    put(accuracy, 1.2, 3.0)
-    assert accuracy.calibration is not None
-    put(accuracy, 1.1, 3.0)
+    accuracy, rng = Accuracy(has_profile=True), random.Random(1)
+    for too_long, is_calibrated in ((1.2, False), (1.3, True), (1.2, True), (1.1, False)):
+        for _ in range(MAX_PAIRS):
+            actual_s = rng.lognormvariate(0, 1)
+            accuracy.add_pair(actual_s, *[too_long * actual_s] * 3)
+        assert (accuracy.calibration is not None) is is_calibrated
+    # No line is nearer to what requests took.
+    put(accuracy, 1.5, 1.5)
     assert accuracy.calibration is None
 
 

@@ -17,7 +17,7 @@ from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import Decision, choose_by_load
 from slagate.router.scheduling.score import RoutingRequest
-from slagate.router.scheduling.targets import ITL_SHARE
+from slagate.router.scheduling.targets import AGG_ITL_SHARE
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
 from support.builders import PROFILE, ask, fleet, rng, take_now
@@ -199,7 +199,7 @@ def test_a_lease_counts_as_that_of_an_aggregated_worker_and_is_promised_both() -
     assert (work.prefill_tokens, work.context_tokens) == (ISL, ISL)
     assert work.work_s > 0.0
     assert work.due_s == pytest.approx(0.95 * 0.4)
-    assert work.itl_limit_s == pytest.approx(ITL_SHARE * 0.030)
+    assert work.itl_limit_s == pytest.approx(AGG_ITL_SHARE * 0.030)
     assert 0.0 < work.stall_s < math.inf
     assert rows.floats("stall_room_s")[lease.row] == pytest.approx(work.stall_s)
     taken.release()

@@ -13,7 +13,7 @@ from slagate.pools.inflight.engine_queue import Work
 from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.targets import ITL_SHARE, TTFT_SHARE
+from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
 from support.builders import MODEL, PROFILE, ask, fleet, model_info, rng, take_now
@@ -237,7 +237,8 @@ def test_a_promise_ends_with_its_lease(mode: str, prefilled: int, n_releases: in
     first, last = promises(leases[0]), promises(leases[-1])
     assert first["join_slack_s"] < math.inf
     assert first["queued_s"] > 0.0
-    assert last["itl_limit_s"] == pytest.approx(ITL_SHARE * 0.05)
+    share = AGG_ITL_SHARE if mode == "agg" else ITL_SHARE
+    assert last["itl_limit_s"] == pytest.approx(share * 0.05)
     assert (last["stall_room_s"] < math.inf) == (mode == "agg")
     for lease in leases:
         for _ in range(prefilled if lease.member.stage is not Stage.DECODE else 0):

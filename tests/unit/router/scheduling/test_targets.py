@@ -17,7 +17,7 @@ from slagate.pools.inflight.row_view import RowView, State
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice, choose, choose_stage
 from slagate.router.scheduling.score import YIELDS, score_pool
-from slagate.router.scheduling.targets import ITL_SHARE, TTFT_SHARE, promised
+from slagate.router.scheduling.targets import AGG_ITL_SHARE, TTFT_SHARE, promised
 from slagate.router.scheduling.words import explained
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
 
@@ -396,8 +396,8 @@ def test_what_is_promised_is_what_the_request_was_judged_by() -> None:
     assert scored.itl_s is not None
     work = promised(scored, 0, scored.work(0), 7.0)
     assert work.due_s == pytest.approx(7.0 + TTFT_SHARE * 0.9 - 0.1)
-    assert work.itl_limit_s == pytest.approx(ITL_SHARE * 0.05)
-    room_s = 100 * (ITL_SHARE * 0.05 - scored.itl_s.item(0))
+    assert work.itl_limit_s == pytest.approx(AGG_ITL_SHARE * 0.05)
+    room_s = 100 * (AGG_ITL_SHARE * 0.05 - scored.itl_s.item(0))
     assert work.stall_s == pytest.approx(room_s / scored.rate(0))
     without = chosen([view()], Sla(), stage=Stage.AGG).won
     plain = promised(without, 0, scored.work(0), 7.0)
