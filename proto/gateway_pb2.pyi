@@ -486,19 +486,27 @@ class Calibration(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     SLOPE_FIELD_NUMBER: builtins.int
     SPREAD_FIELD_NUMBER: builtins.int
+    LOW_FIELD_NUMBER: builtins.int
+    HIGH_FIELD_NUMBER: builtins.int
     offset: builtins.float
     slope: builtins.float
     """0 to 1"""
     spread: builtins.float
     """standard deviation of ln(seconds) about that"""
+    low: builtins.float
+    """of ln(predicted), between which that holds; what is shorter or longer by a"""
+    high: builtins.float
+    """factor is taken to be so by the same factor"""
     def __init__(
         self,
         *,
         offset: builtins.float = ...,
         slope: builtins.float = ...,
         spread: builtins.float = ...,
+        low: builtins.float = ...,
+        high: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["offset", b"offset", "slope", b"slope", "spread", b"spread"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["high", b"high", "low", b"low", "offset", b"offset", "slope", b"slope", "spread", b"spread"]) -> None: ...
 
 Global___Calibration: typing_extensions.TypeAlias = Calibration
 

@@ -44,11 +44,17 @@ CALIBRATE_FROM, CALIBRATE_TO = math.log(1.25), math.log(1.15)
 """Of |ln(predicted / actual)|: from where on predictions are calibrated, and until when."""
 
 CAREFUL, HOPEFUL = 1.0, -0.3
-"""Spreads of a calibrated prediction: with so much to spare a target is said to be met, and without even so
-much to be missed. The chances of being met are 84 % and 38 %."""
+"""Spreads by which what a request typically takes is made longer to tell whether it fits, and shorter to
+tell whether it is late. The part of a target that no prediction may fill comes on top of both."""
+
+MAX_LOG = 30.0
+"""More than the logarithm of any time, in seconds, by any other."""
 
 CLEARLY = 0.8
 """One prediction is better than another if it is off by no more than this part of what that is off by."""
+
+_LEAST_SQUARE = 1e-9
+"""Of differences of predictions; less is rounding."""
 
 MIN_S = 1e-4
 """What a clock can resolve; anything shorter counts as that."""
@@ -63,16 +69,22 @@ class Calibration(NamedTuple):
     offset: float
     slope: float  # in [0, 1]
     spread: float  # standard deviation of ln(actual) about the line
+    # ln(predicted) of nine in ten pairs, between which it holds; what is shorter or longer by a factor than
+    # these is taken to be so by the same factor.
+    low: float
+    high: float
 
     def parts(self, seconds: Floats, limit_s: float) -> tuple[Floats, Floats]:
-        """How much of `limit_s` these predicted seconds may take, and are hoped to take, f64[n] each."""
+        """How much of `limit_s` these predicted seconds take by `CAREFUL` and by `HOPEFUL`, f64[n] each."""
         typical = self.typical_s(seconds) / limit_s
         careful, hopeful = (math.exp(n * self.spread) for n in (CAREFUL, HOPEFUL))
         return typical * careful, typical * hopeful
 
     def typical_s(self, seconds: Floats) -> Floats:
         """What requests of which these seconds, f64[n], are predicted take in the middle."""
-        typical_s: Floats = np.exp(self.offset + self.slope * np.log(np.maximum(seconds, MIN_S)))
+        logs = np.log(np.maximum(seconds, MIN_S))
+        inside = np.clip(logs, self.low, self.high)
+        typical_s: Floats = np.exp(self.offset + self.slope * inside + (logs - inside))
         return typical_s
 
 
@@ -96,9 +108,18 @@ class Accuracy:
         # ln(predicted / actual) of the prediction as made, as learnt, and of the profile alone; ln(actual).
         self._logs: Floats = np.zeros((MAX_PAIRS, 4))
 
-    def add_pair(self, actual_s: float, made_s: float, learnt_s: float, profile_s: float) -> bool:
+    def add_pair(
+        self,
+        actual_s: float,
+        made_s: float,
+        learnt_s: float,
+        profile_s: float,
+        *,
+        now: tuple[float, float] = (1.0, 0.0),
+    ) -> bool:
         """Add what was predicted, and what was or would have been, beside what it took; in seconds.
 
+        `now` is by what factor, and how many seconds more, a prediction is longer than the profile's.
         True: `basis` or `calibration` is another one now. What is no time is ignored.
         """
         predicted = (made_s, learnt_s, profile_s)
@@ -111,10 +132,10 @@ class Accuracy:
         if self.n_pairs < MIN_PAIRS or self.n_pairs % EACH:
             return False
         before = self.basis, self.calibration
-        self._look()
+        self._look(*now)
         return before != (self.basis, self.calibration)
 
-    def _look(self) -> None:
+    def _look(self, scale: float, offset_s: float) -> None:
         """Set `basis` and `calibration` by the newest pairs."""
         newest = self._newest
         learnt, profile = _middle(np.abs(newest[:, 1:3])).tolist()
@@ -124,15 +145,21 @@ class Accuracy:
             is_learnt = learnt <= CLEARLY * max(MAX_LEARNT, profile)
         else:
             is_learnt = learnt <= MAX_LEARNT or profile > CLEARLY * learnt
-        off, of_basis = (learnt, newest[:, 1]) if is_learnt else (profile, newest[:, 2])
-        is_off = off > (CALIBRATE_FROM if self.calibration is None else CALIBRATE_TO)
-        self.calibration = None
-        if is_off:
-            line, left = _calibration(of_basis, newest[:, 3])
-            if left < off:
-                self.calibration, off = line, left
+        off = learnt if is_learnt else profile
+        # As it would be predicted now, or what was learnt since would be put right once more.
+        predicted = newest[:, 2] + newest[:, 3]
+        if is_learnt:
+            predicted = np.log(np.maximum(MIN_S, scale * np.exp(predicted) + offset_s))
+        now = _middle(np.abs(predicted - newest[:, 3])).item()
+        before, self.calibration = self.calibration, None
+        if now > (CALIBRATE_FROM if before is None else CALIBRATE_TO):
+            line, left = _calibration(predicted, newest[:, 3])
+            if left < (now if before is not None else CLEARLY * now):
+                self.calibration, off = line, min(off, left)
         limit = MAX_LEARNT if self.basis == "grid" else MAX_FACTOR
-        self.basis = "grid" if off > limit else "learnt" if is_learnt else "profile"
+        self.basis = "learnt" if is_learnt else "profile"
+        if off > limit:
+            self.basis, self.calibration = "grid", None
 
     def figures(self, share: float) -> Figures | None:
         """The figures; `share` is the part of a target that a prediction may fill. None: no pair yet."""
@@ -151,18 +178,17 @@ class Accuracy:
         return self._logs[: min(self.n_pairs, MAX_PAIRS)]
 
 
-def _calibration(off: Floats, actual: Floats) -> tuple[Calibration, float]:
-    """The line through logarithms of actual by predicted seconds, and how far half of them are from it.
-
-    `off` are the logarithms of predicted / actual.
-    """
-    predicted = off + actual
+def _calibration(predicted: Floats, actual: Floats) -> tuple[Calibration, float]:
+    """The line through logarithms of actual by predicted seconds, and how far half of them are from it."""
     x, y = predicted - predicted.mean(), actual - actual.mean()
     square = float(x @ x)
-    slope = min(1.0, max(0.0, float(x @ y) / square)) if square > 0.0 else 0.0
+    slope = min(1.0, max(0.0, float(x @ y) / square)) if square > _LEAST_SQUARE * len(x) else 0.0
     offset = float(actual.mean()) - slope * float(predicted.mean())
     left = y - slope * x
-    return Calibration(offset, slope, float(np.std(left))), _middle(np.abs(left)).item()
+    low, high = np.sort(predicted)[[len(x) // 20, -1 - len(x) // 20]].tolist()
+    figures = (offset, slope, float(np.std(left)), low, high)
+    line = Calibration(*(min(MAX_LOG, max(-MAX_LOG, each)) for each in figures))
+    return line, _middle(np.abs(left)).item()
 
 
 def _middle(figures: Floats) -> Floats:

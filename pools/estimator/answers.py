@@ -8,8 +8,9 @@ SHARE, STEP = 0.25, 0.1
 
 _UP, _DOWN = 1 + SHARE * STEP, 1 - (1 - SHARE) * STEP
 
-FIRST_TOKENS = 256.0
-"""Told before the first answer has ended."""
+FIRST_TOKENS, N_FIRST, FIRST_SHARE = 256.0, 16, 0.5
+"""What is learnt from, and the share of it that is told until so many answers have ended: who promises too
+little in the first seconds loses less than who promises too much."""
 
 
 class AnswerLengths:
@@ -20,15 +21,17 @@ class AnswerLengths:
     """
 
     def __init__(self) -> None:
-        self._of_all = FIRST_TOKENS
+        self._of_all, self._n_all = FIRST_TOKENS, 0
         self._by_class: dict[str, float] = {}
 
     def short_tokens(self, name: str) -> float:
         """Tokens that three of four answers of class `name` (empty: of no class) have at least."""
-        return self._by_class.get(name, self._of_all)
+        found = self._by_class.get(name, self._of_all)
+        return found * FIRST_SHARE if self._n_all < N_FIRST else found
 
     def observe(self, name: str, n_tokens: int) -> None:
         """Learn that an answer of class `name` had so many tokens."""
+        self._n_all += 1
         of_class, of_all = self._by_class.get(name, self._of_all), self._of_all
         self._of_all = of_all * (_UP if n_tokens >= of_all else _DOWN)
         if name in self._by_class or len(self._by_class) < MAX_CLASSES:

@@ -168,9 +168,9 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
         seconds *= self.coefficients.itl_scale
         return seconds
 
-    def work_of_itl(self, itl_s: _WorkT) -> _WorkT:
-        """The work of a decode step that is predicted to take `itl_s`, in uncorrected seconds."""
-        return itl_s / max(MIN_SCALE, self.coefficients.itl_scale)
+    def work_of(self, seconds: _WorkT) -> _WorkT:
+        """The work that takes so many seconds, at the pace of the pool: the inverse of its scale."""
+        return seconds / max(MIN_SCALE, self.coefficients.prefill_scale)
 
     def transfer_s(self, tokens: int) -> float:
         """Nominal seconds for a decode worker to pull the KV of a prompt of `tokens`."""
@@ -266,14 +266,17 @@ class Estimator:
         work_s = (predicted_s - used.prefill_offset_s) / used.prefill_scale
         learnt_s = learnt.prefill_offset_s + learnt.prefill_scale * work_s
         made, others = predicted_s + later_s, (learnt_s + later_s, work_s + later_s)
-        if self.ttft.add_pair(actual_s, made, *others):
+        now = self._prefill.scale, self._prefill.offset_s
+        if self.ttft.add_pair(actual_s, made, *others, now=now):
             self._freeze_again()
 
     def pair_itl(self, before: FrozenEstimator, predicted_s: float, actual_s: float) -> None:
         """Pair a prediction of `before` with what became of it: seconds from token to token."""
         profile_s = predicted_s / before.coefficients.itl_scale
         learnt_s = profile_s * before.learnt.itl_scale
-        if self.itl.add_pair(actual_s, predicted_s, learnt_s, profile_s):
+        if self.itl.add_pair(
+            actual_s, predicted_s, learnt_s, profile_s, now=(self._itl.scale, 0.0)
+        ):
             self._freeze_again()
 
     def _freeze_again(self) -> None:

@@ -8,16 +8,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from slagate.pools.estimator.accuracy import BASES, Basis, Calibration
+from slagate.pools.estimator.accuracy import BASES, MAX_LOG, Basis, Calibration
 from slagate.pools.estimator.estimator import Coefficients, FrozenEstimator
 from slagate.pools.fleet.fleet import Prepared, prepare
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.proto import gateway_pb2 as gw
-
-MAX_LOG = 30.0
-"""More than the logarithm of any time, in seconds, by any other."""
 
 
 class UnusableReceipt(ValueError):
@@ -69,11 +66,12 @@ class RecordedConfig(NamedTuple):
 
 
 def _calibration(name: str, told: gw.Calibration) -> Calibration:
-    for field, most in (("offset", MAX_LOG), ("slope", 1.0), ("spread", MAX_LOG)):
-        least = -MAX_LOG if field == "offset" else 0.0
+    for field in Calibration._fields:
+        least = 0.0 if field in ("slope", "spread") else -MAX_LOG
+        most = 1.0 if field == "slope" else MAX_LOG
         if not least <= getattr(told, field) <= most:
             raise ValueError(f"{name}.{field}: must be between {least:g} and {most:g}")
-    return Calibration(told.offset, told.slope, told.spread)
+    return Calibration(told.offset, told.slope, told.spread, told.low, told.high)
 
 
 def read_config(message: gw.GatewayConfig) -> RecordedConfig:

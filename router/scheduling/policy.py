@@ -433,8 +433,9 @@ def _by_targets(
     """The first pool of its spill in which the request is predicted to meet its targets, and its row.
 
     Else the pool and row where it is the least late; no row where it waits instead. The last value says
-    which of both it is; None: nothing is predicted in the first pool of the order, or in one of the others
-    while it misses in the rest. What is looked at is added to `scored`.
+    which of both it is. None: nothing is predicted in the first pool of the order, or in one of the others
+    while it misses in the rest; with a row, calibrated predictions do not tell. What is looked at is added
+    to `scored`.
     """
     least_late, late_name, late_row = math.inf, place.order[0], None
     is_judged, is_open = True, False
@@ -458,7 +459,7 @@ def _by_targets(
     yields = is_open and scored[late_name].ask.yields
     if late_row is None:
         return late_name, None, False if yields else None
-    return late_name, late_row, least_late <= 1.0
+    return late_name, late_row, None if least_late <= 1.0 else False
 
 
 def _target(axis: AnyAxis, sla: Sla) -> LatencyTarget:

@@ -211,7 +211,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         pool = self.pool
         waiting_s = pool.rows.load_s.item(row)
         if self.itl_s is not None and pool.rows.batch.item(row) > 1:
-            waiting_s += STEPS_AHEAD * pool.estimator.work_of_itl(self.itl_s.item(row))
+            waiting_s += STEPS_AHEAD * pool.estimator.work_of(self.itl_s.item(row))
         if pool.cached.has_host:
             waiting_s += pool.estimator.host_s(pool.cached.host_tokens.item(row))
         return waiting_s
@@ -305,7 +305,7 @@ def score_pool(
         ttft_s = rows.load_s
         ttft_s += work_s * rows.pace
         if itl_s is not None:
-            ttft_s += STEPS_AHEAD * estimator.work_of_itl(itl_s) * (rows.batch > 1)
+            ttft_s += STEPS_AHEAD * estimator.work_of(itl_s) * (rows.batch > 1)
         ttft_s = estimator.ttft_many(ttft_s)
     return ScoredPool(pool, stage, ask, work_s, ttft_s, itl_s, pairing, later_s)
 

@@ -1,7 +1,7 @@
 """Whether a request is predicted to meet its targets on the rows of a pool, and which of them it gets.
 
     TTFT    since arrival + queue + own prompt + the next stage's first token   <= TTFT_SHARE x target
-    ITL     a step with the request in the batch                                <= ITL_SHARE x target
+    ITL     a step with the request in the batch        <= ITL_SHARE (AGG_ITL_SHARE) x target
 
 A row where it would break what was promised to others is none that it fits: their decode steps may not take
 longer than their ITL targets allow, nor their answers wait longer for its prompt, nor may it join a step in
@@ -12,8 +12,8 @@ Of the rows that fit, those where it costs no more than `SAME_WORK` times the le
 them the fullest is taken, so that room for large and urgent requests is left on the others. Where nothing
 fits, the least late row is. A relegated request then takes a row with nothing else to do, or none.
 
-Predictions of a pool that are off are calibrated, see `accuracy`: a row then fits only with time to spare,
-and is late only where the request is likely to be.
+Predictions of a pool that are off are calibrated, see `accuracy`: a row then fits only with time to spare.
+Where none does the request goes to the least late one, and counts as late only if it is likely to be.
 """
 
 import math
@@ -75,7 +75,8 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
         if not len(rows):
             return None, math.inf
         if self.scored.ask.yields:
-            rows = self._idle(rows)
+            likely = rows[self.hopes[rows] <= 1.0]
+            rows = likely if len(likely) else self._idle(rows)
             if not len(rows):
                 return None, math.inf
         late = self.hopes.take(rows)
@@ -111,39 +112,31 @@ def judged(scored: ScoredPool) -> Judged | None:
     By a latency whose predictions in this pool are off (its basis is the grid) nothing is judged.
     """
     sla, estimator, late, hopes = scored.ask.sla, scored.pool.estimator, None, None
-    is_right = estimator.ttft_basis != "grid"
-    if (
-        is_right
-        and scored.ttft_s is not None
-        and sla.ttft_ms is not None
-        and estimator.predicts_prefill
-    ):
-        late, left_s = scored.ttft_s + scored.later_s, max(_LEAST_S, _left_s(scored))
-        if estimator.ttft_calibration is None:
-            late /= left_s
-        else:
-            late, hopes = estimator.ttft_calibration.parts(late, left_s)
-    is_right = estimator.itl_basis != "grid"
-    itl_s, of_itl = scored.itl_s, estimator.itl_calibration
-    if is_right and itl_s is not None and sla.itl_ms is not None and estimator.predicts_itl:
-        share = ITL_SHARE if scored.stage is Stage.DECODE else AGG_ITL_SHARE
-        limit_s = max(_LEAST_S, share * sla.itl_ms / 1000)
-        itl_late = itl_hopes = itl_s / limit_s
-        if of_itl is not None:
-            itl_late, itl_hopes = of_itl.parts(itl_s, limit_s)
-        if hopes is not None or of_itl is not None:
-            first = late if hopes is None else hopes
-            hopes = itl_hopes if first is None else np.maximum(first, itl_hopes)
-        late = itl_late if late is None else np.maximum(late, itl_late, out=late)
+    has_ttft = scored.ttft_s is not None and sla.ttft_ms is not None
+    has_ttft = has_ttft and estimator.ttft_basis != "grid" and estimator.predicts_prefill
+    itl_s = scored.itl_s
+    has_itl = itl_s is not None and sla.itl_ms is not None
+    has_itl = has_itl and estimator.itl_basis != "grid" and estimator.predicts_itl
+    if estimator.ttft_calibration is not None or estimator.itl_calibration is not None:
+        late, hopes, itl_s = _calibrated(scored, has_ttft=has_ttft, has_itl=has_itl)
+    else:
+        if has_ttft:
+            assert scored.ttft_s is not None
+            late = scored.ttft_s + scored.later_s
+            late /= max(_LEAST_S, _left_s(scored))
+        if has_itl:
+            assert itl_s is not None
+            assert sla.itl_ms is not None
+            share = ITL_SHARE if scored.stage is Stage.DECODE else AGG_ITL_SHARE
+            itl_late = itl_s / max(_LEAST_S, share * sla.itl_ms / 1000)
+            late = itl_late if late is None else np.maximum(late, itl_late, out=late)
     if late is None:
         return None
     rows = scored.pool.rows
     delays: Flags | None = None
     harms: Flags | None = None
     if itl_s is not None:
-        of_others = (itl_s if of_itl is None else of_itl.typical_s(itl_s)) / rows.floats(
-            "itl_limit_s"
-        )
+        of_others = itl_s / rows.floats("itl_limit_s")
         np.maximum(late, of_others, out=late)
         if hopes is not None:
             np.maximum(hopes, of_others, out=hopes)
@@ -166,6 +159,40 @@ def judged(scored: ScoredPool) -> Judged | None:
         if hopes is not None:
             hopes = np.where(harms, np.maximum(hopes, 1.0) + more_s, hopes)
     return Judged(scored, late, late if hopes is None else hopes, scored.open_rows(), delays, harms)
+
+
+def _calibrated(
+    scored: ScoredPool, *, has_ttft: bool, has_itl: bool
+) -> tuple[Floats | None, Floats | None, Floats | None]:
+    """`late` and `hopes` by each latency that has a target, calibrated; and the ITL that is typical.
+
+    A latency that is not calibrated counts for both as it is predicted. None of the arrays is of `scored`,
+    but an ITL that is not calibrated.
+    """
+    sla, of, itl_s = scored.ask.sla, scored.pool.estimator, scored.itl_s
+    parts: list[tuple[Floats, Floats]] = []
+    if has_ttft:
+        assert scored.ttft_s is not None
+        assert sla.ttft_ms is not None
+        seconds, left_s = scored.ttft_s + scored.later_s, _left_s(scored)
+        if of.ttft_calibration is None:
+            parts.append((seconds / max(_LEAST_S, left_s),) * 2)
+        else:
+            parts.append(of.ttft_calibration.parts(seconds, max(_LEAST_S, left_s)))
+    if has_itl:
+        assert itl_s is not None
+        assert sla.itl_ms is not None
+        if of.itl_calibration is None:
+            parts.append((itl_s / max(_LEAST_S, _itl_limit_s(scored, sla.itl_ms)),) * 2)
+        else:
+            limit_s = max(_LEAST_S, _itl_limit_s(scored, sla.itl_ms))
+            parts.append(of.itl_calibration.parts(itl_s, limit_s))
+    if itl_s is not None and of.itl_calibration is not None:
+        itl_s = of.itl_calibration.typical_s(itl_s)
+    if not parts:
+        return None, None, itl_s
+    late, hopes = (np.maximum(first, last) for first, last in zip(parts[0], parts[-1], strict=True))
+    return late, hopes, itl_s
 
 
 def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:
@@ -224,9 +251,11 @@ def over_s(pools: Iterable[ScoredPool]) -> float:
         rows, late_s = scored.open_rows(), scored.ttft_s
         if late_s is None or scored.ask.sla.ttft_ms is None:
             continue
-        late_s = late_s if rows is None else late_s[rows]
+        late_s = (late_s if rows is None else late_s[rows]) + scored.later_s
+        if (line := scored.pool.estimator.ttft_calibration) is not None:
+            late_s = line.typical_s(late_s)
         if len(late_s):
-            found = min(found, float(late_s.min()) + scored.later_s - _left_s(scored))
+            found = min(found, float(late_s.min()) - _left_s(scored))
     return max(0.0, found) if found < math.inf else 0.0
 
 

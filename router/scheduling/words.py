@@ -160,6 +160,6 @@ def _explain_winner(ask: RoutingRequest, choice: StageChoice, best: ScoredRow) -
                 yield f"Predictions of {label} in pool {pool} are off: no target decides there by them."
             if basis != "grid" and calibration is not None:
                 yield (
-                    f"Predictions of {label} in pool {pool} are off: targets are held against what"
-                    " requests took of which as much was predicted."
+                    f"Predictions of {label} in pool {pool} are off: they are corrected by how long"
+                    " requests with such predictions took."
                 )

@@ -141,7 +141,11 @@ class RandomFleet:
             estimator = replace(estimator, coefficients=learnt)
         if self._falls_back:
             ttft, itl = rng.choice(BASES), rng.choice(BASES)
-            lines = [*[None] * 6, Calibration(-1.5, 0.6, 0.5), Calibration(0.2, 1.0, 0.1)]
+            lines = [
+                *[None] * 6,
+                Calibration(-1.5, 0.6, 0.5, -3.0, 1.0),
+                Calibration(0.2, 1.0, 0.1, -9.0, 9.0),
+            ]
             estimator = replace(
                 estimator,
                 ttft_basis=ttft,

@@ -125,7 +125,8 @@ def test_the_best_of_many_noisy_predictions_is_calibrated(seed: int) -> None:
         for _ in range(2 * MAX_PAIRS):
             actual_s = rng.lognormvariate(0, spread)
             predicted_s = min(actual_s * rng.lognormvariate(0, 0.6) for _ in range(4))
-            accuracy.add_pair(actual_s, predicted_s, predicted_s, 9 * predicted_s)
+            now = (1 / 9, 0.0)
+            accuracy.add_pair(actual_s, predicted_s, predicted_s, 9 * predicted_s, now=now)
             taken.append((predicted_s, actual_s))
         line = accuracy.calibration
         assert line is not None
@@ -154,10 +155,46 @@ def test_right_predictions_are_not_calibrated_nor_any_more_once_they_are() -> No
 def test_what_is_always_as_far_off_is_right_when_it_is_calibrated() -> None:
     accuracy = Accuracy(has_profile=True)
     for _ in range(MIN_PAIRS):
-        accuracy.add_pair(1.0, 3.0, 3.0, 5.0)
+        accuracy.add_pair(1.0, 3.0, 3.0, 5.0, now=(0.6, 0.0))
     assert accuracy.basis == "learnt"
     assert accuracy.calibration is not None
     assert accuracy.calibration.typical_s(np.array([3.0])) == pytest.approx([1.0])
+
+
+def test_what_was_learnt_meanwhile_is_put_right_once() -> None:
+    """A burst is predicted before its first request has ended: three times too short."""
+    estimator = Estimator(PROFILE, source="p")
+    frozen, rng = estimator.frozen, random.Random(1)
+    works = [PROFILE.prefill_s(rng.randint(500, 8000), 0) for _ in range(MIN_PAIRS)]
+    for work_s in works:
+        estimator.observe_first_response(work_s, 3 * work_s)
+        estimator.pair_ttft(frozen, work_s, 0.0, 3 * work_s)
+    assert estimator.frozen.coefficients.prefill_scale == pytest.approx(3.0, rel=0.05)
+    assert estimator.ttft.calibration is None
+
+
+def test_a_line_holds_as_far_as_there_are_pairs() -> None:
+    """Beyond that, what is ten times as long takes ten times as long: a queue is never out of sight."""
+    accuracy, rng = Accuracy(has_profile=True), random.Random(1)
+    for _ in range(MAX_PAIRS):
+        predicted_s = rng.lognormvariate(0, 0.6)
+        accuracy.add_pair(0.5, predicted_s, predicted_s, predicted_s)
+    line = accuracy.calibration
+    assert line is not None
+    assert line.slope < 0.1
+    low, high = line.typical_s(np.exp([line.low, line.high]))
+    assert low == pytest.approx(high, rel=0.2) == pytest.approx(0.5, rel=0.1)
+    far = np.exp([line.low - 3, line.high + 5])
+    assert line.typical_s(far) == pytest.approx([low * math.exp(-3), high * math.exp(5)])
+    assert line.typical_s(np.array([0.0, math.inf]))[1] == math.inf
+
+
+def test_predictions_that_are_all_the_same_tell_nothing() -> None:
+    accuracy, rng = Accuracy(has_profile=True), random.Random(1)
+    for _ in range(MAX_PAIRS):
+        accuracy.add_pair(rng.lognormvariate(1, 0.2), 0.3, 0.3, 0.3)
+    assert accuracy.calibration is not None
+    assert accuracy.calibration.slope == 0.0
 
 
 def seen_bases(

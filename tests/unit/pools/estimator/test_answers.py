@@ -4,12 +4,22 @@ import random
 
 import pytest
 
-from slagate.pools.estimator.answers import FIRST_TOKENS, MAX_CLASSES, AnswerLengths
+from slagate.pools.estimator.answers import (
+    FIRST_SHARE,
+    FIRST_TOKENS,
+    MAX_CLASSES,
+    N_FIRST,
+    AnswerLengths,
+)
 
 
-def test_before_anything_ended_every_class_is_the_same() -> None:
+def test_the_first_answers_are_told_to_be_shorter_than_is_guessed_the_same_in_every_class() -> None:
     answers = AnswerLengths()
-    assert [answers.short_tokens(name) for name in ("", "a")] == [FIRST_TOKENS, FIRST_TOKENS]
+    for _ in range(N_FIRST):
+        told = [answers.short_tokens(name) for name in ("", "a")]
+        assert told[0] == told[1] <= FIRST_SHARE * FIRST_TOKENS
+        answers.observe("", 1)
+    assert answers.short_tokens("a") == answers.short_tokens("") > FIRST_SHARE * told[0]
 
 
 def test_each_class_is_learnt_and_an_unknown_one_is_as_all_together() -> None:

@@ -1,7 +1,9 @@
 import random
 
 import pytest
+from msgspec import structs
 
+from slagate.pools.estimator.estimator import Coefficients
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
@@ -21,6 +23,7 @@ from slagate.router.scheduling.score import (
     LIMITS,
     QUEUE_AT_LIMIT,
     RoutingRequest,
+    score_pool,
 )
 from slagate.router.scheduling.words import explained
 from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, take_now, view, work_of
@@ -341,5 +344,10 @@ def test_a_prompt_waits_for_decode_steps_where_others_are_answered() -> None:
     assert busy.predicted_ttft_s == pytest.approx((idle.predicted_ttft_s or 0) + 1.5 * step_s)
     assert choice.won.waiting_s(0) == 0.0
     assert choice.won.waiting_s(1) == pytest.approx(1.5 * step_s)
+    # Whatever the scales are that were learnt.
+    slow = structs.replace(estimator, coefficients=Coefficients(5.0, 0.0, 0.5))
+    pool = structs.replace(choice.won.pool, estimator=slow)
+    ttft_s, itl_s = (getattr(score_pool(Stage.AGG, ask(), pool), n) for n in ("ttft_s", "itl_s"))
+    assert ttft_s[1] - ttft_s[0] == pytest.approx(1.5 * itl_s[1])
     # Others that are answered do not hold up a prefill worker.
     assert pick(Stage.PREFILL, view("idle:1"), view("busy:1", inflight=2)).won.waiting_s(1) == 0.0
