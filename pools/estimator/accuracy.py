@@ -69,8 +69,8 @@ class Calibration(NamedTuple):
     offset: float
     slope: float  # in [0, 1]
     spread: float  # standard deviation of ln(actual) about the line
-    # ln(predicted) of nine in ten pairs, between which it holds; what is shorter or longer by a factor than
-    # these is taken to be so by the same factor.
+    # The least and the most ln(predicted) of the pairs, between which it holds; what is shorter or longer
+    # than these by a factor is taken to be so by the same factor.
     low: float
     high: float
 
@@ -185,7 +185,7 @@ def _calibration(predicted: Floats, actual: Floats) -> tuple[Calibration, float]
     slope = min(1.0, max(0.0, float(x @ y) / square)) if square > _LEAST_SQUARE * len(x) else 0.0
     offset = float(actual.mean()) - slope * float(predicted.mean())
     left = y - slope * x
-    low, high = np.sort(predicted)[[len(x) // 20, -1 - len(x) // 20]].tolist()
+    low, high = float(predicted.min()), float(predicted.max())
     figures = (offset, slope, float(np.std(left)), low, high)
     line = Calibration(*(min(MAX_LOG, max(-MAX_LOG, each)) for each in figures))
     return line, _middle(np.abs(left)).item()
