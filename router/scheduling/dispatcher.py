@@ -27,7 +27,7 @@ from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER
 from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision, StageChoice, choose
 from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, RoutingRequest
-from slagate.router.scheduling.targets import busy_s, note_protected, over_s, promised
+from slagate.router.scheduling.targets import busy_s, is_unsure, note_protected, over_s, promised
 from slagate.router.scheduling.wait_queue import (
     MAX_HINT_S,
     MIN_HINT_S,
@@ -396,7 +396,7 @@ def _leave_reserved(pending: PendingAssignment, reserved: Set[str]) -> None:
 def _note_spill(pool: Pool, choice: StageChoice) -> None:
     """Count a choice that went past the first pool of its order; log it if nobody there could take it."""
     pool.count_spill()
-    if choice.is_met is not None:
+    if choice.is_met is not None or (choice.row is not None and is_unsure(choice.won, choice.row)):
         return  # load decided so, which is no event
     about = {"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name}
     log.warning("request.spilled", extra=about)

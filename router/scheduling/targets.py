@@ -182,10 +182,10 @@ def _calibrated(
     if has_itl:
         assert itl_s is not None
         assert sla.itl_ms is not None
+        limit_s = max(_LEAST_S, _itl_limit_s(scored, sla.itl_ms))
         if of.itl_calibration is None:
-            parts.append((itl_s / max(_LEAST_S, _itl_limit_s(scored, sla.itl_ms)),) * 2)
+            parts.append((itl_s / limit_s,) * 2)
         else:
-            limit_s = max(_LEAST_S, _itl_limit_s(scored, sla.itl_ms))
             parts.append(of.itl_calibration.parts(itl_s, limit_s))
     if itl_s is not None and of.itl_calibration is not None:
         itl_s = of.itl_calibration.typical_s(itl_s)
@@ -193,6 +193,12 @@ def _calibrated(
         return None, None, itl_s
     late, hopes = (np.maximum(first, last) for first, last in zip(parts[0], parts[-1], strict=True))
     return late, hopes, itl_s
+
+
+def is_unsure(scored: ScoredPool, row: int) -> bool:
+    """Whether calibrated predictions do not tell if the request meets its targets on a row."""
+    of_pool = judged(scored) if scored.ask.by_targets else None
+    return of_pool is not None and of_pool.hopes.item(row) <= 1.0 < of_pool.late.item(row)
 
 
 def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:

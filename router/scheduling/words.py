@@ -8,6 +8,7 @@ from slagate.pools.grid.json_text import shown
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, LatencyTarget, StageChoice
 from slagate.router.scheduling.score import RoutingRequest, ScoredRow
+from slagate.router.scheduling.targets import is_unsure
 
 POOLS_TOLD = 8
 """Pools that a sentence names."""
@@ -111,7 +112,9 @@ def _explain(ask: RoutingRequest, choice: StageChoice) -> str:
         reasons = ", ".join(sorted(choice.reasons)) or "the pool is empty"
         lines.append(f"No worker can take it: {reasons}.")
         return " ".join(lines)
-    if choice.is_met is None:
+    if choice.is_met is None and is_unsure(choice.won, winner.row):
+        lines.append(f"Whether it meets its {_own_targets(choice)} there cannot be told.")
+    elif choice.is_met is None:
         if choice.pool != choice.pool_order[0]:
             lines.append(f"No worker there can take it; pool {choice.pool} is next in the order.")
     elif not choice.is_met:
@@ -134,6 +137,8 @@ def _explain_winner(ask: RoutingRequest, choice: StageChoice, best: ScoredRow) -
     elif choice.is_met is not None:
         what = "is the fullest where it fits" if choice.is_met else "is the least late"
         who = f"Of {n_open} that can take it {name} {what}"
+    elif is_unsure(choice.won, best.row):
+        who = f"Of {n_open} that can take it {name} is the least late"
     elif choice.starved:
         who = f"Of {n_open} that can take it {name} had no request for longest, and is idle"
     else:

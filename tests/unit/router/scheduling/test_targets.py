@@ -17,7 +17,7 @@ from slagate.pools.inflight.row_view import RowView, State
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice, choose, choose_stage
 from slagate.router.scheduling.score import YIELDS, score_pool
-from slagate.router.scheduling.targets import AGG_ITL_SHARE, TTFT_SHARE, promised
+from slagate.router.scheduling.targets import AGG_ITL_SHARE, TTFT_SHARE, is_unsure, promised
 from slagate.router.scheduling.words import explained
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
 
@@ -309,6 +309,8 @@ def test_what_is_calibrated_fits_with_time_to_spare_and_is_late_where_it_is_like
         """The pool, and whether it is met, with so many times the time that is predicted for `b`."""
         asked = ask(isl_tokens=ISL, sla=Sla(ttft_ms=1000 * times * IDLE_S / TTFT_SHARE))
         choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, draw=rng().random())
+        assert choice.row is not None
+        assert is_unsure(choice.won, choice.row) is (choice.is_met is None)
         return choice.pool, choice.is_met
 
     pools["a"] = pools["b"]
@@ -483,7 +485,7 @@ def test_whom_a_relegated_request_waits_for_is_said() -> None:
     assert YIELDS in explained(decision)
 
 
-def test_what_is_hoped_for_is_promised_nothing_and_taken_by_no_bypass() -> None:
+def test_what_neither_fits_nor_is_likely_to_miss_is_not_judged_relegated_or_not() -> None:
     line = Calibration(math.log(2), 1.0, 0.6, -9.0, 9.0)
     pools = {"p": off(pool_view("p", [view()], speed=SPEED), ttft_calibration=line)}
     sla = Sla(ttft_ms=1000 * 2 * IDLE_S / TTFT_SHARE)
@@ -492,4 +494,9 @@ def test_what_is_hoped_for_is_promised_nothing_and_taken_by_no_bypass() -> None:
         grid = one_cell(Stage.PREFILL, "p")
         choice = choose_stage(Stage.PREFILL, asked, grid, pools, draw=rng().random())
         assert (choice.row, choice.is_met) == (0, None)
-        assert Decision(asked, (choice,)).is_met is None
+        decision = Decision(asked, (choice,))
+        assert decision.is_met is None
+        text = explained(decision)
+        assert "Whether it meets its TTFT 2" in text
+        assert "there cannot be told." in text
+        assert "next in the order" not in text
