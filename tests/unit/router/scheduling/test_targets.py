@@ -497,6 +497,6 @@ def test_what_neither_fits_nor_is_likely_to_miss_is_not_judged_relegated_or_not(
         decision = Decision(asked, (choice,))
         assert decision.is_met is None
         text = explained(decision)
-        assert "Whether it meets its TTFT 2" in text
+        assert "Whether it meets its TTFT target of" in text
         assert "there cannot be told." in text
         assert "next in the order" not in text
