@@ -161,11 +161,14 @@ class Pool:
         With `bypassed` requests may pass the prefill workers by, and be served here alone.
         """
         if not self.estimator.starts_as(estimator):
-            self.estimator = estimator
+            self.estimator, self.whole = estimator, None
+            self.table.forget_paces()
         if not bypassed:
             self.whole = None
-        elif self.whole is None or not self.whole.starts_as(estimator):
-            self.whole = Estimator(estimator.profile, source=estimator.frozen.profile_source)
+        elif self.whole is None:
+            # Of the very profile that decisions of the pool name: by it they find what learns from them.
+            known = self.estimator
+            self.whole = Estimator(known.profile, source=known.frozen.profile_source)
 
     def set_limits(self, limits: Limits) -> None:
         """Set the limits of every worker of the pool."""

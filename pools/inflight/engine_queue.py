@@ -34,7 +34,7 @@ class Work(NamedTuple):
 class Held:
     """The work of one lease while it is on a row, and what it met there."""
 
-    __slots__ = ("_stalls_end_s", "began_s", "joined_s", "stalled_s", "work")
+    __slots__ = ("_stalls_end_s", "began_s", "joined_s", "stalled_s", "teaches", "work")
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -42,6 +42,7 @@ class Held:
         self.stalled_s = 0.0  # seconds that its answer waited for other prompts; once it has ended
         # Work that its engine had done when its prompt was computed, or when its answer began.
         self.began_s = math.inf
+        self.teaches = True  # how fast its row is; not with work in seconds of an earlier profile
         self._stalls_end_s = math.inf  # work given to its engine that its answer can bear
 
     @property
@@ -181,6 +182,11 @@ class EngineQueue:
         elif self.head_s > self.queued_s:
             self.head_s = self.queued_s  # what was begun with the first prompt is gone
         held.began_s = self._computed_s + self.done_s(now_s, rate)
+
+    def forget_times(self) -> None:
+        """Let the prompts that are queued not teach how fast the engine is."""
+        for held in self._prompts:
+            held.teaches = False
 
     def begin_answer(self, held: Held, now_s: float, rate: float) -> None:
         """Note that the answer of a request whose prompt was computed elsewhere begins. Idempotent."""

@@ -355,6 +355,12 @@ class LoadTable:
         self._rates[row] = 0.0, 0.0, 0.0
         self._float[PACE][row] = 1.0
 
+    def forget_paces(self) -> None:
+        """Take all rows to be as fast as the pool, which has another profile now."""
+        for row, queue in enumerate(self._queues):
+            self.forget_pace(row)
+            queue.forget_times()
+
     def set_foreign_load(self, row: int, load: tuple[int, float] | None) -> None:
         """Set a row's foreign load: requests, and predicted prefill seconds; None: not known."""
         took_s, done_s, learnt_s = self._rates[row]
@@ -412,7 +418,7 @@ class LoadTable:
         left_tokens = queued[row] = queued[row] - work.prefill_tokens
         queue, now_s, scale = self._queues[row], self.now_s(), self.scale
         if is_computed:
-            by_prompts = self.knows_work and not self.step_scale
+            by_prompts = self.knows_work and not self.step_scale and held.teaches
             if by_prompts and scale > 0.0 and not self._int[FOREIGN_REQUESTS][row]:
                 self._learn_rate(row, now_s - queue.last_end_s, work.work_s, scale)
             queue.last_end_s = now_s

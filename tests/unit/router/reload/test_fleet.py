@@ -38,6 +38,13 @@ def running(mode: str = "agg", pools: dict[str, dict[str, Any]] | None = None) -
     return of
 
 
+def clock(of: Fleet) -> Clock:
+    """The clock of a fleet that `running` made."""
+    found = of._now_s
+    assert isinstance(found, Clock)
+    return found
+
+
 def make_ready(of: Fleet, *, n_ranks: int = 1) -> None:
     """Every worker has said who it is, and passed a probe."""
     for pool in of.pools.values():
@@ -276,6 +283,29 @@ def test_another_profile_begins_to_learn_anew(tp: int | None) -> None:
     # What is queued was counted by the old one's seconds, and goes by them.
     held.release()
     assert pool.snapshot().view(0).queued_s == 0.0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_how_fast_a_worker_is_beside_its_profile_is_learnt_anew_with_another_one(tp: int) -> None:
+    of = running("agg", {"agg": workers("a1:1", "a2:1", profile=PROFILE, tp=1)})
+    pool = of.pools["agg"]
+
+    def compute(given: Lease) -> list[float]:
+        clock(of).now_s += 3.0
+        given.prefill_done()
+        given.release()
+        found: list[float] = pool.snapshot().rows.pace.tolist()
+        return found
+
+    for _ in range(50):
+        learnt = compute(pool.lease(0, Work(1000, 1.0)))
+    assert learnt == pytest.approx([3.0, 1.0], abs=0.2)
+    old = pool.lease(0, Work(1000, 1.0))
+    put(of, agg=workers("a1:1", "a2:1", profile=PROFILE, tp=tp))
+    assert pool.snapshot().rows.pace.tolist() == (learnt if tp == 1 else [1.0, 1.0])
+    # Its seconds are those of the old one.
+    assert compute(old) == (pytest.approx(learnt, abs=0.1) if tp == 1 else [1.0, 1.0])
+    assert compute(pool.lease(0, Work(1000, 1.0)))[0] > 1.0
 
 
 def test_the_models_of_workers_that_went_are_still_known() -> None:

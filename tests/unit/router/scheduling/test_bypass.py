@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import Lease
 from slagate.pools.grid.grid import PriorityRule, Stage
 from slagate.pools.inflight.engine_queue import Work
 from slagate.proto import openengine_pb2 as oe
+from slagate.router.receipts.feedback import _estimator
 from slagate.router.request.errors import NoWorker, Overloaded
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
@@ -20,9 +21,10 @@ from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.scheduling.targets import AGG_ITL_SHARE
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
-from support.builders import PROFILE, ask, fleet, rng, take_now
+from support.builders import PROFILE, ask, config, fleet, rng, take_now
 
 PROFILED = {"profile": PROFILE, "tp": 1}
+ONLY_PROFILES = {"prefill": PROFILED, "decode": PROFILED}
 BOTH = Sla(ttft_ms=400.0, itl_ms=30.0)
 ISL = 1000
 
@@ -280,3 +282,19 @@ def test_a_reload_switches_it_and_a_pool_of_the_same_profile_keeps_what_it_has_l
     assert pool.whole is whole
     pool.set_estimator(pool.estimator, bypassed=False)
     assert (pool.whole, pool.snapshot().whole) == (None, None)
+
+
+@pytest.mark.parametrize("modes", [["auto"], ["off", "auto"], ["auto", "off", "auto"]])
+def test_what_serves_whole_requests_learns_from_them_however_often_it_was_switched(
+    modes: list[str],
+) -> None:
+    of = bypassing(modes[0])
+    for mode in modes[1:]:
+        of.apply(prepare(config(pools=ONLY_PROFILES, scheduling={"bypass": mode})))
+    fill(of, "prefill", BUSY)
+    choice = dispatcher(of).explain(asked()).stages[0]
+    assert (choice.stage, choice.pool_stage) == (Stage.AGG, Stage.DECODE)
+    pool, whole = of.pools["decode"], of.pools["decode"].whole
+    assert whole is not None
+    assert _estimator(choice, pool, of_prompt=True) is whole
+    assert _estimator(choice, pool) is pool.estimator
