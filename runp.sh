@@ -1,1 +1,0 @@
-for g in $1; do for m in real ideal; do .venv/bin/python protect.py $g ${2:-3.8} ${3:-1} 800 $m ${4:-split} ${5:-conversation} 2>&1 | tail -1 | grep -o "^.*'both_met': [0-9.]*,\|'refused': [0-9.]*}\|'gold': ([^)]*)\|'itl_met': [0-9.]*" | tr '\n' ' '; echo; done; done
