@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from slagate.pools.estimator.answers import AnswerLengths
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pairing import pair_statuses
 from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig
-from slagate.pools.fleet_file.models import Objective, Scheduling
+from slagate.pools.fleet_file.models import ANY_CLASS, Objective, Scheduling
 from slagate.pools.grid.grid import Stage, StageGrid
+from slagate.pools.inflight.answers import AnswerLengths
 from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.table import UNLIMITED, LoadTable
 from slagate.pools.inflight.worker_rows import Limits
@@ -83,6 +83,7 @@ class Fleet:
         self._leaving = [pool for pool in self._leaving if not pool.is_empty]
         self.warnings = config.warnings
         self.objectives = config.objectives
+        self.answers.listed = config.objectives.keys() - {ANY_CLASS}
         self.scheduling = config.scheduling
         self.grids = {Stage(name): grid for name, grid in config.stages.items()}
         both = Stage.PREFILL in self.grids and Stage.DECODE in self.grids

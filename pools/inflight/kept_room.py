@@ -8,6 +8,8 @@ as the protected classes have lately kept busy, and some more, since they come i
 import math
 from typing import NamedTuple
 
+from slagate.pools.inflight.answers import DOWN, UP
+
 OWN_PROMPTS = 2.0
 """A queue leaves room where the next prompt fits behind it so many times."""
 
@@ -19,11 +21,6 @@ SPAN_S = 20.0
 
 LEAST_SPAN_S = 2.0
 """What came in the first seconds counts as if it had come in this time."""
-
-SHARE, STEP = 0.25, 0.1
-"""The share of requests that ask for more room than is kept, and how far one of them moves the figure."""
-
-_UP, _DOWN = 1 + SHARE * STEP, 1 - (1 - SHARE) * STEP
 
 _LEAST_S = 0.001
 
@@ -75,4 +72,4 @@ def _quartile(before: float, seen: float) -> float:
     """A running lower quartile, moved by one more figure."""
     if before == math.inf:
         return seen
-    return before * (_UP if seen >= before else _DOWN)
+    return before * (UP if seen >= before else DOWN)

@@ -308,6 +308,19 @@ def test_how_fast_a_worker_is_beside_its_profile_is_learnt_anew_with_another_one
     assert compute(pool.lease(0, Work(1000, 1.0)))[0] > 1.0
 
 
+def test_lengths_of_answers_are_learnt_by_the_classes_of_the_configuration_in_force() -> None:
+    of = running()
+    lists = [{"a": {}, "*": {}}, {"b": {}}, {"a": {}}]
+    for objectives in lists:
+        of.apply(prepare(config("agg", objectives=objectives)))
+        for _ in range(300):
+            of.answers.observe("*", 10)
+            of.answers.observe("a", 500)
+        if "a" in objectives:
+            assert of.answers.short_tokens("a") == pytest.approx(500, rel=0.1)
+    assert len(of.answers._by_class) == 2
+
+
 def test_the_models_of_workers_that_went_are_still_known() -> None:
     of = running()
     put(of, agg=workers("new:1"))
