@@ -1100,7 +1100,7 @@ class PoolStatus(google.protobuf.message.Message):
     retries_total: builtins.int
     """attempts that failed here and were retried elsewhere"""
     spills_total: builtins.int
-    """legs that came here because a pool before it had nobody"""
+    """legs that went past the pools before it: by load, or as those had nobody"""
     workers_draining: builtins.int
     """besides `workers`: not in the configuration any more, with work to end"""
     workers_unpaired: builtins.int

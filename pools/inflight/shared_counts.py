@@ -65,7 +65,7 @@ class PoolCell(IntEnum):
     OLDEST_S = 4  # a float: when the oldest request came that waits for it; 0: none does
     REQUESTS = 5  # legs that the pool was given
     RETRIES = 6  # legs of the pool that were tried again on another worker
-    SPILLS = 7  # legs that the pool got because the pools before it had no worker for them
+    SPILLS = 7  # legs that went past the pools before it in their order
 
 
 class GatewayCell(IntEnum):
