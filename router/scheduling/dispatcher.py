@@ -306,7 +306,8 @@ class Dispatcher:
             why = misses(pending.decision)
             pending.settle(Overloaded(why, retry_after_ms=self._drain_ms(choices)))
             return
-        if pending.decision.ask.is_protected:
+        asked = pending.decision.ask
+        if asked.is_protected and not asked.sla.is_final:  # a retry was learnt from when it came
             self._keep_room(choices)
         leases: dict[Stage, Lease] = {}
         try:

@@ -205,8 +205,8 @@ def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:
     """Tell the keeper of a pool's room what a protected request needs there."""
     sla = scored.ask.sla
     if scored.work_s is not None and sla.ttft_ms is not None:
-        rows = scored.pool.rows
-        own_s = (scored.work_s * rows.pace).min(initial=math.inf)
+        open_, own_s = scored.open_rows(), scored.work_s * scored.pool.rows.pace
+        own_s = (own_s if open_ is None else own_s[open_]).min(initial=math.inf)
         own_s *= scored.pool.estimator.coefficients.prefill_scale
         room.note_ttft(_left_s(scored) - scored.later_s, float(own_s))
     if scored.itl_s is not None and sla.itl_ms is not None:

@@ -10,13 +10,15 @@ from slagate.pools.fleet.pool import Lease
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
+from slagate.pools.inflight.kept_room import OWN_PROMPTS
+from slagate.pools.inflight.row_view import State
 from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
-from support.builders import MODEL, PROFILE, ask, fleet, model_info, rng, take_now
+from support.builders import MODEL, PROFILE, ask, fleet, model_info, put_in, rng, take_now
 from support.fleet.files import disagg_file
 
 SPEED = {"profile": PROFILE, "tp": 1}
@@ -327,6 +329,41 @@ def test_the_pools_learn_what_a_protected_request_needs() -> None:
     assert 50.0 < prefill.ttft_s < 60.0 * TTFT_SHARE
     assert decode.itl_s == pytest.approx(0.05 * ITL_SHARE)
     assert prefill.itl_s == decode.ttft_s == math.inf
+
+
+def test_a_retry_keeps_no_more_room_than_the_request_did() -> None:
+    d = one_worker(objectives={"gold": {"ttft_ms": 60_000, "policy": "protect"}})
+
+    def kept_after(sla: Sla) -> list[tuple[float, float, float]]:
+        with d.submit(ask(isl_tokens=50_000, sla=sla)) as ticket:
+            assert isinstance(ticket.outcome, Assignment)
+            ticket.outcome.release()
+            sla = ticket.decision.ask.sla
+        rooms = [pool.room for pool in d.fleet.pools.values()]
+        return [(r._busy_s, r._ttft_s, r._itl_s) for r in rooms if r is not None]
+
+    learnt = kept_after(Sla(objective="gold"))
+    assert learnt
+    assert kept_after(Sla(ttft_ms=60_000, objective="gold", is_final=True)) == learnt
+
+
+@pytest.mark.parametrize("state", [State.NOT_READY, State.LEFT])
+def test_room_is_kept_by_the_speed_of_workers_that_can_be_chosen(state: State) -> None:
+    d = dispatcher("agg", classes={"gold": {"ttft_ms": 60_000, "policy": "protect"}})
+    pool = d.fleet.pools["agg"]
+    fast, _ = pool.members.values()
+    pool.table.set_s(0, pace=0.25)
+    if state is State.LEFT:
+        pool.drain(fast.address)
+    else:
+        put_in(fast, state)
+    with d.submit(ask(isl_tokens=50_000, sla=Sla(objective="gold"))) as ticket:
+        assert isinstance(ticket.outcome, Assignment)
+        own_s = ticket.decision.stages[0].won.work_s
+    assert own_s is not None
+    assert pool.room is not None
+    room_s = 60.0 * TTFT_SHARE - OWN_PROMPTS * own_s.item(1)
+    assert pool.room._ttft_s == pytest.approx(room_s)
 
 
 def test_a_relegated_request_is_served_once_the_load_of_others_has_passed() -> None:
