@@ -247,7 +247,7 @@ class Dispatcher:
         if not fleet.serves(ask.model):
             raise self._unserved(ask.model)
         sla, is_protected, yields = ask.sla, False, False
-        if fleet.objectives:
+        if fleet.objectives or sla.objective:
             sla = sla.with_defaults(fleet.objectives)
             if sla.is_unlisted:
                 self._note_class(sla.objective)

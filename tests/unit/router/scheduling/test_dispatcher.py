@@ -132,11 +132,17 @@ def test_a_class_that_is_not_listed_is_told_once_and_in_the_words_of_a_decision(
     assert len(caplog.records) == 100
 
 
-def test_without_objectives_a_class_is_a_label_and_nothing_is_said_of_it(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("objectives", [{}, {"batch": {}}])
+def test_a_class_that_is_not_listed_is_told_where_none_is_and_no_default_either(
+    objectives: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert "objectives" not in explained(dispatcher().explain(ask(sla=Sla(objective="any"))))
-    assert not caplog.records
+    d = dispatcher(fleet(objectives=objectives))
+    assert "objectives" not in explained(d.explain(ask()))
+    decision = d.explain(ask(sla=Sla(objective="any")))
+    assert 'Class "any" is not in objectives' in explained(decision)
+    assert decision.ask.sla == Sla(objective="any", is_unlisted=True)
+    (line,) = caplog.records
+    assert (line.getMessage(), vars(line)["class"]) == ("request.unknown_class", "any")
 
 
 def test_health_06_a_fleet_that_was_never_reached_is_unavailable_not_ignorant() -> None:
