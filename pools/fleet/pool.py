@@ -142,7 +142,7 @@ class Pool:
         self.table.count(PoolCell.RETRIES)
 
     def count_spill(self) -> None:
-        """Count a leg that went past earlier pools of its order: by load, or as they had no worker for it."""
+        """Count a leg that went past earlier pools of its order: by load, or as they had nobody for it."""
         self.table.count(PoolCell.SPILLS)
 
     @property
