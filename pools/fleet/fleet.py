@@ -10,7 +10,7 @@ from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.fleet_file.models import ANY_CLASS, Objective, Scheduling
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.answers import AnswerLengths
+from slagate.pools.inflight.demand import AnswerLengths
 from slagate.pools.inflight.row_view import State
 from slagate.pools.inflight.table import UNLIMITED, LoadTable
 from slagate.pools.inflight.worker_rows import Limits

@@ -9,11 +9,12 @@ import msgspec
 from slagate.pools.estimator.estimator import Estimator, FrozenEstimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.demand import KeptRoom, RoomKeeper
 from slagate.pools.inflight.engine_queue import JOIN_S, Work
-from slagate.pools.inflight.kept_room import KeptRoom, RoomKeeper
 from slagate.pools.inflight.row_view import RowView
+from slagate.pools.inflight.rows import DOWN, Rows
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import DOWN, LoadTable, Rows
+from slagate.pools.inflight.table import LoadTable
 from slagate.pools.inflight.worker_rows import Limits
 from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.prefix.holder import Holder

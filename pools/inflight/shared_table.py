@@ -5,6 +5,7 @@ import numpy as np
 from typing_extensions import override
 
 from slagate.pools.inflight.engine_queue import Held, Work
+from slagate.pools.inflight.rows import BATCH, DOWN, QUEUE_FULL, UNAVAILABLE, WIDTH, Ints, Rows
 from slagate.pools.inflight.shared_counts import (
     N_COUNTS,
     NO_SLOT,
@@ -14,21 +15,14 @@ from slagate.pools.inflight.shared_counts import (
     SharedCounts,
 )
 from slagate.pools.inflight.table import (
-    BATCH,
-    DOWN,
     INFLIGHT,
     LAST_CHOSEN,
     MAX_INFLIGHT,
     MAX_QUEUED_TOKENS,
-    QUEUE_FULL,
     QUEUED_S,
     QUEUED_TOKENS,
-    UNAVAILABLE,
-    WIDTH,
     WORKER_INFLIGHT,
-    Ints,
     LoadTable,
-    Rows,
 )
 
 _LIMITS = slice(MAX_INFLIGHT, MAX_QUEUED_TOKENS + 1)  # of `WORKER_INFLIGHT` and `QUEUED_TOKENS`

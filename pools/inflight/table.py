@@ -6,11 +6,9 @@ the rest of the decision; a snapshot is two copies of small arrays.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from typing import Any, cast
+from typing import cast
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from slagate.pools.inflight.engine_queue import JOIN_S, EngineQueue, Held, Work
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey, RowPairs, row_pairs
@@ -24,11 +22,23 @@ from slagate.pools.inflight.row_view import (
     RowView,
     State,
 )
+from slagate.pools.inflight.rows import (
+    BATCH,
+    DOWN,
+    FOREIGN_UNKNOWN,
+    N_INTS,
+    QUEUE_FULL,
+    STATE,
+    SUSPECT,
+    UNAVAILABLE,
+    WIDTH,
+    Counts,
+    Flags,
+    Floats,
+    Ints,
+    Rows,
+)
 from slagate.pools.inflight.shared_counts import PoolCell
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 UNLIMITED = 1 << 62
 
@@ -62,128 +72,11 @@ STALL_S = 5.0
     JOIN_TOKENS,
     TAKES_WHOLE,
 ) = range(len(INT_FIELDS))
-(
-    QUEUED_S,
-    FOREIGN_S,
-    PACE,
-    ITL_LIMIT_S,
-    STALL_ROOM_S,
-    JOIN_SLACK_S,
-    JOIN_QUIET_S,
-) = range(len(FLOAT_FIELDS))
-# These are internal. Those behind `FOREIGN_UNKNOWN` are derived, see `LoadTable._derive`.
-STATE, SUSPECT, FOREIGN_UNKNOWN, UNAVAILABLE, BATCH, WIDTH = range(
-    len(INT_FIELDS), len(INT_FIELDS) + 6
-)
-N_INTS = len(INT_FIELDS) + 6
+_FLOATS = range(len(FLOAT_FIELDS))
+QUEUED_S, FOREIGN_S, PACE, ITL_LIMIT_S, STALL_ROOM_S, JOIN_SLACK_S, JOIN_QUIET_S = _FLOATS
 # These are internal, and no snapshot has them. `HEAD_S` of the queue may have been done since `SINCE_S`.
 HEAD_S, SINCE_S, JOIN_UNTIL_S = range(len(FLOAT_FIELDS), len(FLOAT_FIELDS) + 3)
 N_FLOATS = len(FLOAT_FIELDS) + 3
-
-DOWN, QUEUE_FULL = 1, 2
-"""Bits of `Rows.unavailable`: not ready, or at its limit of requests; at its limit of queued tokens."""
-
-
-class Counts(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Counts over all rows of a table."""
-
-    n_unavailable: int  # rows with a bit of `Rows.unavailable`
-    n_suspect: int
-    n_left: int
-    n_foreign_unknown: int  # rows whose foreign load is not known
-    least_capacity_tokens: int
-
-
-class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A frozen copy of a table: what one decision is made from."""
-
-    names: tuple[tuple[str, int | None], ...]  # address and rank by row
-    counts: Counts
-    pairs: RowPairs
-    _models: Mapping[frozenset[str], Flags]
-    _ints: Ints  # i64[N_INTS, n_rows]
-    _floats: Floats  # f64[len(FLOAT_FIELDS), n_rows]
-    # What every decision reads of these arrays.
-    last_chosen: Ints  # i64[n_rows], `RowView.last_chosen`
-    batch: Ints  # i64[n_rows], requests in the batch with one more, foreign ones included
-    pace: Floats  # f64[n_rows], `RowView.pace`
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def ints(self, name: str) -> Ints:
-        """One figure of all rows, i64[n_rows]; `name` is a field of `RowView`."""
-        figures: Ints = self._ints[FIGURE_INDEX[name]]
-        return figures
-
-    def floats(self, name: str) -> Floats:
-        """One figure of all rows, f64[n_rows]; `name` is a float field of `RowView`."""
-        figures: Floats = self._floats[FIGURE_INDEX[name]]
-        return figures
-
-    @property
-    def join_limits_s(self) -> Floats:
-        """`join_slack_s` and `join_quiet_s` of all rows, f64[2, n_rows]."""
-        limits_s: Floats = self._floats[JOIN_SLACK_S : JOIN_QUIET_S + 1]
-        return limits_s
-
-    @property
-    def states(self) -> Ints:
-        """The index in `STATES` of each row, i64[n_rows]."""
-        states: Ints = self._ints[STATE]
-        return states
-
-    @property
-    def suspects(self) -> Ints:
-        """1 for each row whose worker is suspect, i64[n_rows]."""
-        suspects: Ints = self._ints[SUSPECT]
-        return suspects
-
-    @property
-    def unavailable(self) -> Ints:
-        """Why a row may take no request at all now: bits `DOWN` and `QUEUE_FULL`, i64[n_rows]."""
-        unavailable: Ints = self._ints[UNAVAILABLE]
-        return unavailable
-
-    @property
-    def load_s(self) -> Floats:
-        """Seconds of prefill work queued, at each row's pace, with foreign work, f64[n_rows]."""
-        load_s: Floats = self._floats[QUEUED_S] * self.pace
-        load_s += self._floats[FOREIGN_S]
-        return load_s
-
-    def mean_tokens(self, more_tokens: int) -> Floats:
-        """Mean context of our requests at each row, if one of `more_tokens` joins, f64[n_rows]."""
-        # The contexts of foreign requests are not known; they are taken to be like ours.
-        mean: Floats = (self._ints[CONTEXT_TOKENS] + more_tokens) / self._ints[WIDTH]
-        return mean
-
-    def serving(self, model: str) -> Flags | None:
-        """Rows whose worker serves the model, bool[n_rows]; None when all do."""
-        if len(self._models) == 1 and model in next(iter(self._models)):
-            return None
-        found = [flags for models, flags in self._models.items() if model in models]
-        if len(found) == len(self._models):
-            return None
-        return np.any(found, axis=0) if found else np.zeros(len(self), dtype=np.bool_)
-
-    def view(self, row: int, *, device_tokens: int = 0, host_tokens: int = 0) -> RowView:
-        """One row, as plain values."""
-        address, rank = self.names[row]
-        ints, floats = self._ints[:, row].tolist(), self._floats[:, row].tolist()
-        figures: dict[str, Any] = dict(zip(INT_FIELDS, ints, strict=False))
-        figures.update(zip(FLOAT_FIELDS, floats, strict=False))
-        return RowView(
-            address=address,
-            rank=rank,
-            state=STATES[ints[STATE]],
-            suspect=ints[SUSPECT] != 0,
-            models=next(models for models, flags in self._models.items() if flags[row]),
-            pair=self.pairs.keys[self.pairs.ids.item(row)],
-            device_tokens=device_tokens,
-            host_tokens=host_tokens,
-            **figures,
-        )
 
 
 class LoadTable:

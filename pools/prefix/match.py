@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slagate.pools.inflight.table import Ints
+from slagate.pools.inflight.rows import Ints
 
 Bits = NDArray[np.signedinteger[Any]]
 """Holder bits by row, int[n_rows]; -1 where a row has no holder."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slagate.pools.inflight.table import Ints
+from slagate.pools.inflight.rows import Ints
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.pools.prefix.match import (

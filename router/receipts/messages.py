@@ -8,7 +8,7 @@ from msgspec.structs import asdict
 from slagate.pools.estimator.accuracy import Calibration
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.kept_room import KeptRoom
+from slagate.pools.inflight.demand import KeptRoom
 from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.table import UNLIMITED
 from slagate.proto import gateway_pb2 as gw

@@ -19,7 +19,7 @@ import numpy as np
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.kept_room import KeptRoom
+from slagate.pools.inflight.demand import KeptRoom
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.row_view import RowView, State
 from slagate.pools.inflight.table import UNLIMITED, rows_of

@@ -17,7 +17,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.fleet_file.models import ANY_CLASS, AdmissionMode, default_for
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.kept_room import RoomKeeper
+from slagate.pools.inflight.demand import RoomKeeper
 from slagate.pools.inflight.row_view import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw

@@ -12,7 +12,7 @@ import numpy as np
 
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.pair_key import PairFit, PairKey, fit
-from slagate.pools.inflight.table import Flags, Rows
+from slagate.pools.inflight.rows import Flags, Rows
 
 NOT_WHOLE = "does not say that it takes requests without a handoff"
 NO_TAKER = "has no decode worker that it can hand over to"

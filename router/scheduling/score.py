@@ -32,7 +32,7 @@ from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.row_view import LEFT, READY, STATES, RowView, State
-from slagate.pools.inflight.table import QUEUE_FULL, Flags, Floats, Ints, Rows
+from slagate.pools.inflight.rows import QUEUE_FULL, Flags, Floats, Ints, Rows
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.pairs import (
     ALONE,

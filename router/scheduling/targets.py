@@ -5,7 +5,7 @@
 
 A row where it would break what was promised to others is none that it fits: their decode steps may not take
 longer than their ITL targets allow, nor their answers wait longer for its prompt, nor may it join a step in
-which a prompt would then be late. Nor is one that has to stay free for protected classes, see `kept_room`,
+which a prompt would then be late. Nor is one that has to stay free for protected classes, see `KeptRoom`,
 unless the request is of one.
 
 Of the rows that fit, those where it costs no more than `SAME_WORK` times the least work are as good, and of
@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.demand import KeptRoom, RoomKeeper
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.kept_room import KeptRoom, RoomKeeper
-from slagate.pools.inflight.table import Flags, Floats, Ints
+from slagate.pools.inflight.rows import Flags, Floats, Ints
 from slagate.router.scheduling.score import ScoredPool
 
 TTFT_SHARE, ITL_SHARE, AGG_ITL_SHARE = 0.95, 0.80, 0.85

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Cell, Stage, StageGrid
-from slagate.pools.inflight.table import QUEUE_FULL, Flags, Floats, Ints
+from slagate.pools.inflight.rows import QUEUE_FULL, Flags, Floats, Ints
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.replay.policies.view import PeerPolicy, Pick, StageView
 from slagate.router.request.errors import Overloaded

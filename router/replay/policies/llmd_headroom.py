@@ -29,7 +29,7 @@ from typing import ClassVar
 import numpy as np
 
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Flags, Floats, Ints
+from slagate.pools.inflight.rows import Flags, Floats, Ints
 from slagate.router.replay.policies.view import Picks, StageView, picks_of, waiting
 
 

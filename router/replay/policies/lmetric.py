@@ -23,7 +23,7 @@ from typing import ClassVar
 import numpy as np
 
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Floats
+from slagate.pools.inflight.rows import Floats
 from slagate.router.replay.policies.view import Pick, Picks, StageView, least
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from slagate.pools.estimator.estimator import FrozenEstimator
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.table import Floats, Ints, Rows
+from slagate.pools.inflight.rows import Floats, Ints, Rows
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision
 from slagate.router.scheduling.score import RoutingRequest

@@ -33,7 +33,7 @@ from typing import ClassVar
 import numpy as np
 
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Flags, Floats
+from slagate.pools.inflight.rows import Flags, Floats
 from slagate.router.replay.policies.view import (
     REFUSED,
     Picks,

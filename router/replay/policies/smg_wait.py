@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Flags, Floats, Ints
+from slagate.pools.inflight.rows import Flags, Floats, Ints
 from slagate.router.replay.policies.view import Picks, StageView, least, picks_of
 
 FULL = 0.999

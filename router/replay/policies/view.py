@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Flags, Floats, Ints
+from slagate.pools.inflight.rows import Flags, Floats, Ints
 
 
 class StageView(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True):

@@ -8,7 +8,8 @@ from msgspec.structs import astuple
 
 from slagate.pools.inflight.engine_queue import Held, Work
 from slagate.pools.inflight.row_view import RowView, State
-from slagate.pools.inflight.table import DOWN, QUEUE_FULL, UNLIMITED, LoadTable, rows_of
+from slagate.pools.inflight.rows import DOWN, QUEUE_FULL
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, rows_of
 from support.builders import view
 
 

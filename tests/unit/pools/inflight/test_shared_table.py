@@ -11,8 +11,9 @@ from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Held, Work
 from slagate.pools.inflight.row_view import State
+from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, UNAVAILABLE, Rows
 from slagate.pools.inflight.shared_table import SharedTable
-from slagate.pools.inflight.table import DOWN, QUEUE_FULL, UNAVAILABLE, LoadTable, Rows
+from slagate.pools.inflight.table import LoadTable
 from slagate.pools.prefix.match import nothing_cached
 from slagate.router.scheduling.policy import StageChoice, choose_stage
 from support.builders import MODEL, ask, one_cell, profiled, work_of

@@ -9,8 +9,8 @@ from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import Lease
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.demand import OWN_PROMPTS
 from slagate.pools.inflight.engine_queue import Work
-from slagate.pools.inflight.kept_room import OWN_PROMPTS
 from slagate.pools.inflight.row_view import State
 from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.request.sla import Sla

@@ -11,7 +11,7 @@ from msgspec import structs
 from slagate.pools.estimator.accuracy import CAREFUL, HOPEFUL, Calibration
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import PriorityRule, Stage, StageGrid
-from slagate.pools.inflight.kept_room import KeptRoom
+from slagate.pools.inflight.demand import KeptRoom
 from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.row_view import RowView, State
 from slagate.router.request.sla import Sla

@@ -1,14 +1,23 @@
-"""The room that a pool keeps for protected classes, against the requests of all others.
+"""What requests to come will need, learnt from those that came: how long their answers are, and room.
 
 An engine computes prompts in order of arrival, so who comes to long queues is late however important it is.
-Others may therefore make queues no longer than leaves room for the next protected prompt, on as many rows
-as the protected classes have lately kept busy, and some more, since they come in bursts.
+Others than protected classes may therefore make queues no longer than leaves room for the next protected
+prompt, on as many rows as those have lately kept busy, and some more, since they come in bursts.
 """
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
-from slagate.pools.inflight.answers import DOWN, UP
+SHARE, STEP = 0.25, 0.1
+"""The share of figures that are below a running lower quartile, and how far one of them moves it."""
+
+_UP, _DOWN = 1 + SHARE * STEP, 1 - (1 - SHARE) * STEP
+"""What a figure above or below moves it by: so it rests where a quarter of them are below."""
+
+FIRST_TOKENS, N_FIRST, FIRST_SHARE = 256.0, 16, 0.5
+"""What is learnt from, and the share of it that is told until so many answers have ended: who promises too
+little in the first seconds loses less than who promises too much."""
 
 OWN_PROMPTS = 2.0
 """A queue leaves room where the next prompt fits behind it so many times."""
@@ -23,6 +32,31 @@ LEAST_SPAN_S = 2.0
 """What came in the first seconds counts as if it had come in this time."""
 
 _LEAST_S = 0.001
+
+
+class AnswerLengths:
+    """The running lower quartile of the tokens of ended answers, by class and of all.
+
+    Clients make up names of classes: all that are not in `listed` count as one, as no class does.
+    """
+
+    def __init__(self) -> None:
+        self.listed: Collection[str] = ()
+        self._of_all, self._n_all = FIRST_TOKENS, 0
+        self._by_class: dict[str, float] = {}
+
+    def short_tokens(self, name: str) -> float:
+        """Tokens that three of four answers of class `name` (empty: of no class) have at least."""
+        found = self._by_class.get(name if name in self.listed else "", self._of_all)
+        return found * FIRST_SHARE if self._n_all < N_FIRST else found
+
+    def observe(self, name: str, n_tokens: int) -> None:
+        """Learn that an answer of class `name` had so many tokens."""
+        self._n_all += 1
+        name = name if name in self.listed else ""
+        of_class, of_all = self._by_class.get(name, self._of_all), self._of_all
+        self._of_all = of_all * (_UP if n_tokens >= of_all else _DOWN)
+        self._by_class[name] = of_class * (_UP if n_tokens >= of_class else _DOWN)
 
 
 class KeptRoom(NamedTuple):
@@ -72,4 +106,4 @@ def _quartile(before: float, seen: float) -> float:
     """A running lower quartile, moved by one more figure."""
     if before == math.inf:
         return seen
-    return before * (UP if seen >= before else DOWN)
+    return before * (_UP if seen >= before else _DOWN)
