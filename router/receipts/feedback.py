@@ -105,7 +105,8 @@ def _learn_prefill(prefilled: Prefilled, fleet: Fleet) -> None:
     scored, row = choice.won, choice.row
     assert row is not None
     pool = fleet.pool(choice.pool, choice.pool_stage)
-    if (member := _member(choice, pool, fleet)) is not None:
+    address = scored.pool.rows.names[row][0]
+    if (member := _member(choice, address, pool, fleet)) is not None:
         member.prefix_error.add_prompt(scored.pool.cached.cached_tokens.item(row), cached_tokens)
     estimator = _estimator(choice, pool, of_prompt=True)
     if pool is None or estimator is None or prefilled.seconds is None:
@@ -116,12 +117,12 @@ def _learn_prefill(prefilled: Prefilled, fleet: Fleet) -> None:
     estimator.observe_first_response(own_s, prefilled.seconds, queued_s=scored.waiting_s(row))
 
 
-def _member(choice: StageChoice, pool: Pool | None, fleet: Fleet) -> Member | None:
-    """The chosen worker; None: it has left."""
-    member = None if pool is None else pool.members.get(choice.worker or "")
+def _member(choice: StageChoice, address: str, pool: Pool | None, fleet: Fleet) -> Member | None:
+    """The chosen worker, which has this address; None: it has left."""
+    member = None if pool is None else pool.members.get(address)
     if member is None:
         # It may drain, and its pool with it.
-        wanted = (choice.pool_stage, choice.pool, choice.worker)
+        wanted = (choice.pool_stage, choice.pool, address)
         found = (each for each in fleet.all_members() if each.is_draining)
         member = next((m for m in found if (m.stage, m.pool, m.address) == wanted), None)
     return member
