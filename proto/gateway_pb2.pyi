@@ -687,6 +687,7 @@ class Decision(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     ADMISSION_FIELD_NUMBER: builtins.int
     UNTAKEN_FIELD_NUMBER: builtins.int
+    ADMISSION_MODE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """the client's"""
     isl_tokens: builtins.int
@@ -697,6 +698,11 @@ class Decision(google.protobuf.message.Message):
     model: builtins.str
     admission: builtins.str
     """of a request that is predicted to miss its targets as it comes: refused,"""
+    admission_mode: builtins.str
+    """of both stages or of the bypass (STAGE_AGG, of a decode pool); none in a
+    trailer
+    in force when admission was decided: off, shadow or on
+    """
     @property
     def sla(self) -> Global___Sla: ...
     @property
@@ -704,8 +710,9 @@ class Decision(google.protobuf.message.Message):
     @property
     def untaken(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageChoice]:
         """shadow (it would be if admission were on), served, or relegated (it waits
-        behind all others); empty: it is not. A retry changes is_met of its
-        stages, not this
+        behind all others), also where it has to wait for a worker and ends before;
+        empty: it is not, or no worker is up. A retry changes is_met of its stages,
+        not this
         where a bypass of prefill workers was tried: the way that was not taken,
         """
 
@@ -721,9 +728,10 @@ class Decision(google.protobuf.message.Message):
         model: builtins.str = ...,
         admission: builtins.str = ...,
         untaken: collections.abc.Iterable[Global___StageChoice] | None = ...,
+        admission_mode: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sla", b"sla"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["admission", b"admission", "isl_tokens", b"isl_tokens", "max_tokens", b"max_tokens", "model", b"model", "request_id", b"request_id", "sla", b"sla", "stages", b"stages", "text", b"text", "untaken", b"untaken"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admission", b"admission", "admission_mode", b"admission_mode", "isl_tokens", b"isl_tokens", "max_tokens", b"max_tokens", "model", b"model", "request_id", b"request_id", "sla", b"sla", "stages", b"stages", "text", b"text", "untaken", b"untaken"]) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision
 

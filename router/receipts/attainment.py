@@ -1,5 +1,6 @@
 """How many requests each grid cell had, and how many of them met their latency targets."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -43,8 +44,7 @@ class Attainment:
     """
 
     def __init__(self, version: str) -> None:
-        self.version = version  # of the configuration that the counts are of
-        self._cells = _Cells()
+        self.restart(version)
 
     @property
     def cells(self) -> Mapping[CellKey, CellTraffic]:
@@ -53,8 +53,9 @@ class Attainment:
 
     def restart(self, version: str) -> None:
         """Begin at zero under another configuration: its cells are others, even with equal numbers."""
-        self.version = version
-        self._cells = _Cells()
+        self.version = version  # of the configuration that the counts are of
+        # The fields of a `CellTraffic` each.
+        self._cells: defaultdict[CellKey, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
 
     def count(self, record: Record, outcome: Outcome) -> None:
         """Count a request that has ended, in the stages that were decided under `version`."""
@@ -86,14 +87,6 @@ class Attainment:
                 counts[3] += stage is failed_in
             if stage is ended_in:
                 return
-
-
-class _Cells(dict[CellKey, list[int]]):
-    """The fields of a `CellTraffic` for each cell, zeros for a new one."""
-
-    def __missing__(self, key: CellKey) -> list[int]:
-        counts = self[key] = [0, 0, 0, 0]
-        return counts
 
 
 def _ended_in(record: Record, decision: Decision) -> Stage:

@@ -122,6 +122,7 @@ def _decision_message(
         stages=stages,
         text=explained(decision),
         admission=decision.admission,
+        admission_mode=decision.ask.admission_mode,
     )
 
 

@@ -5,19 +5,22 @@ with the configuration, the corrections and the draw with the choice.
 
 Compared with the record are: of a choice the winner with its rank and pool, `cell`, `base_pool`,
 `pool_order`, `overridden`, `targets`, `starved`, `is_met` and the pools that were looked at; of each
-candidate `excluded`, `score_s` and both predictions; of a bypass that was tried whether it was taken. A
-figure that went in (state, limits, queues, cached tokens ...) is found changed if one of these then
-comes out otherwise. Nothing else is compared: not the order of the candidates, nor `would_meet`,
-`text`, `attempts`, `actual`, the number of retries, ids, times.
+candidate `excluded`, `score_s` and both predictions; of a bypass that was tried whether it was taken; of
+the request as it came `admission`. A figure that went in (state, limits, queues, cached tokens, the
+admission mode ...) is found changed if one of these then comes out otherwise. Nothing else is compared: not
+the order of the candidates, nor `would_meet`, `text`, `attempts`, `actual`, the number of retries, ids,
+times.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
+from google.protobuf.message import Message
 
 from slagate.pools.fleet.pool import PoolSnapshot
+from slagate.pools.fleet_file.models import AdmissionMode
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.demand import KeptRoom
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
@@ -36,12 +39,14 @@ from slagate.router.receipts.messages import (
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.bypass import is_better
 from slagate.router.scheduling.pairs import ALONE, Pairing, Partner
-from slagate.router.scheduling.policy import StageChoice, choose_stage
+from slagate.router.scheduling.policy import Decision, StageChoice, choose_stage
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.workers.runtime.cooperative import run_at_once
 
 TOLERANCE = 1e-9
 """Relative, of seconds: other processors and libraries may round exponentials otherwise in the last bit."""
+
+ADMISSION_MODES: tuple[str, ...] = get_args(AdmissionMode)
 
 _SECONDS = ("score_s", "queued_s", "foreign_s", "pace", *SECONDS_WITH_LIMIT)
 _COUNTS = [name for name in (*FIGURES, *FIGURES_WITH_LIMIT) if name not in _SECONDS]
@@ -51,7 +56,7 @@ class Mismatch(NamedTuple):
     """A choice that comes out otherwise than it was recorded, with its first difference as two texts."""
 
     request_id: str
-    stage: str
+    stage: str  # or "admission", of the request as it came
     recorded: str
     recomputed: str
 
@@ -62,10 +67,10 @@ def decide_again(
     """Decide a receipt's choices again; yields for each None if it comes out the same, else a `Mismatch`.
 
     Choices that retries replaced come first, then the last one of each stage. Where a bypass was tried
-    those of the way that was not taken follow, the last of them with a `Mismatch` where the other way
-    comes out. `configs` has, by version, the configurations that come before the receipt in its stream.
-    Raises `UnusableReceipt` naming the field where a choice cannot be decided again, which may be after
-    results of others.
+    those of the way that was not taken follow. The very last one has a `Mismatch` too where the other way
+    comes out, or another `admission`. `configs` has, by version, the configurations that come before the
+    receipt in its stream. Raises `UnusableReceipt` naming the field where a choice cannot be decided again,
+    which may be after results of others.
     """
     _check_stages(receipt, configs)
     places = [(f"receipt.replaced[{at}]", each) for at, each in enumerate(receipt.replaced)]
@@ -73,32 +78,54 @@ def decide_again(
     places += [(f"receipt.decision.stages[{at}]", each) for at, each in enumerate(last)]
     untaken = receipt.decision.untaken
     places += [(f"receipt.decision.untaken[{at}]", each) for at, each in enumerate(untaken)]
-    again: list[StageChoice | None] = []
+    if places and (mode := receipt.decision.admission_mode) not in ADMISSION_MODES:
+        modes = f"{', '.join(ADMISSION_MODES)}; receipts of older versions have none"
+        raise UnusableReceipt(
+            f"receipt.decision.admission_mode: must be one of {modes}, got {mode!r}"
+        )
+    again: list[StageChoice] = []
     for number, (place, recorded) in enumerate(places, start=1):
         rules = _rules(place, recorded.config_version, configs)
         found, choice = _decide_again(place, recorded, receipt.decision, rules)
-        again.append(choice)
-        if found is None and untaken and number == len(places):
-            found = _other_way(receipt.decision, again[len(receipt.replaced) :])
+        if choice is not None:
+            again.append(choice)
+        if number == len(again) == len(places):  # else one of them differs, which was told
+            if found is None and untaken:
+                found = _other_way(receipt.decision, again[len(receipt.replaced) :])
+            found = found or _other_admission(receipt, again[: len(again) - len(untaken)], configs)
         yield found
 
 
-def _other_way(decision: gw.Decision, again: Sequence[StageChoice | None]) -> Mismatch | None:
+def _other_way(decision: gw.Decision, again: Sequence[StageChoice]) -> Mismatch | None:
     """The difference where a bypass is taken that was not, or the other way round.
 
     `again` has what came out of the choices of the way that was taken, then of the other one.
     """
-    choices = [choice for choice in again if choice is not None]
-    alone = [choice for choice in choices if choice.is_bypass]
-    pair = tuple(choice for choice in choices if not choice.is_bypass)
-    if len(choices) != len(again) or len(alone) != 1:
-        return None  # one of them differs, which was told
+    alone = [choice for choice in again if choice.is_bypass]
+    pair = tuple(choice for choice in again if not choice.is_bypass)
     was_taken = decision.stages[0].stage == gw.STAGE_AGG
     if is_better(alone[0], pair) is was_taken:
         return None
     words = ["prefill and decode", "a bypass of prefill workers"]
     recorded, recomputed = words[was_taken], words[not was_taken]
     return Mismatch(decision.request_id, Stage.AGG.value, recorded=recorded, recomputed=recomputed)
+
+
+def _other_admission(
+    receipt: gw.Receipt, again: Sequence[StageChoice], configs: Mapping[str, RecordedConfig]
+) -> Mismatch | None:
+    """The difference where something else becomes of the request as it came.
+
+    `again` has what came out of the choices, the oldest first: it was decided by the first of each stage.
+    """
+    oldest, told = (*receipt.replaced, *receipt.decision.stages)[0], receipt.decision.admission
+    first = {choice.stage: choice for choice in reversed(again)}
+    if Stage.AGG in first:
+        first = {Stage.AGG: first[Stage.AGG]}  # those of prefill and decode took over from it
+    decision = Decision(again[0].ask, tuple(first.values()))
+    found = decision.with_admission(configs[oldest.config_version].config.objectives).admission
+    differs = Mismatch(receipt.decision.request_id, "admission", told or "none", found or "none")
+    return None if found == told else differs
 
 
 def _rules(place: str, version: str, configs: Mapping[str, RecordedConfig]) -> RecordedConfig:
@@ -133,6 +160,12 @@ def _check_stages(receipt: gw.Receipt, configs: Mapping[str, RecordedConfig]) ->
         raise UnusableReceipt(f"receipt.decision.stages: must be {wanted} (got {got or 'nothing'})")
 
 
+def _check_finite(place: str, message: Message, *names: str) -> None:
+    for name in names:
+        if not math.isfinite(getattr(message, name)):
+            raise UnusableReceipt(f"{place}.{name}: must be a finite number")
+
+
 class _NotLookedAt(Exception):
     """The policy asks for a pool that is not in the receipt."""
 
@@ -155,9 +188,7 @@ def _decide_again(
         raise UnusableReceipt(f"{place}.stage: the fleet file has no such stage")
     if not 0 <= recorded.draw < 1:
         raise UnusableReceipt(f"{place}.draw: must be in [0, 1), got {recorded.draw}")
-    for name in ("elapsed_s", "later_s", "answer_tokens"):
-        if not math.isfinite(getattr(recorded, name)):
-            raise UnusableReceipt(f"{place}.{name}: must be a finite number")
+    _check_finite(place, recorded, "elapsed_s", "later_s", "answer_tokens")
     keys = [
         PairKey(*(getattr(key, name) for name in PairKey._fields)) for key in recorded.pairing.keys
     ]
@@ -189,9 +220,7 @@ def _decide_again(
 
 def _ask(recorded: gw.StageChoice, decision: gw.Decision, *, by_targets: bool) -> RoutingRequest:
     sla = decision.sla
-    for name in ("ttft_ms", "itl_ms"):
-        if not math.isfinite(getattr(sla, name)):
-            raise UnusableReceipt(f"receipt.decision.sla.{name}: must be a finite number")
+    _check_finite("receipt.decision.sla", sla, "ttft_ms", "itl_ms")
     return RoutingRequest(
         model=decision.model,
         isl_tokens=decision.isl_tokens,
@@ -199,6 +228,7 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision, *, by_targets: bool) -
             ttft_ms=sla.ttft_ms if sla.HasField("ttft_ms") else None,
             itl_ms=sla.itl_ms if sla.HasField("itl_ms") else None,
             priority=sla.priority if sla.HasField("priority") else None,
+            objective=sla.objective,
             by_objective=tuple(sla.by_objective),
             as_fast=tuple(sla.as_fast),
         ),
@@ -208,6 +238,7 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision, *, by_targets: bool) -
         is_protected=recorded.protected,
         yields=recorded.yields,
         by_targets=by_targets,
+        admission_mode=cast(AdmissionMode, decision.admission_mode),
     )
 
 
@@ -268,9 +299,7 @@ def _kept(where: str, look: gw.PoolLook) -> KeptRoom | None:
     if not look.HasField("kept"):
         return None
     kept = look.kept
-    for name in ("ttft_s", "itl_s"):
-        if not math.isfinite(getattr(kept, name)):
-            raise UnusableReceipt(f"{where}.kept.{name}: must be a finite number")
+    _check_finite(f"{where}.kept", kept, "ttft_s", "itl_s")
     return KeptRoom(
         kept.rows,
         kept.ttft_s if kept.HasField("ttft_s") else math.inf,
@@ -297,20 +326,15 @@ def _view(where: str, candidate: gw.Candidate, model: str, keys: Sequence[PairKe
     for name in _COUNTS:
         if getattr(candidate, name) > UNLIMITED:
             raise UnusableReceipt(f"{where}.{name}: is too large")
-    for name in _SECONDS:
-        if not math.isfinite(getattr(candidate, name)):
-            raise UnusableReceipt(f"{where}.{name}: must be a finite number")
+    _check_finite(where, candidate, *_SECONDS)
     try:
         state = State(candidate.state)
     except ValueError:
         raise UnusableReceipt(f"{where}.state: there is no state {candidate.state!r}") from None
     figures: dict[str, Any] = {name: getattr(candidate, name) for name in FIGURES}
-    for name in FIGURES_WITH_LIMIT:
-        is_limited = candidate.HasField(name)  # type: ignore[arg-type]
-        figures[name] = getattr(candidate, name) if is_limited else UNLIMITED
-    for name in SECONDS_WITH_LIMIT:
-        is_limited = candidate.HasField(name)  # type: ignore[arg-type]
-        figures[name] = getattr(candidate, name) if is_limited else math.inf
+    for name in (*FIGURES_WITH_LIMIT, *SECONDS_WITH_LIMIT):
+        unlimited = UNLIMITED if name in FIGURES_WITH_LIMIT else math.inf
+        figures[name] = unlimited if (found := _value(candidate, name)) is None else found
     if figures["pace"] <= 0.0:
         raise UnusableReceipt(f"{where}.pace: must be above 0")
     return RowView(
@@ -327,15 +351,10 @@ def _difference(recorded: gw.StageChoice, again: gw.StageChoice) -> tuple[str, s
     """The first difference, as recorded and as it comes out; what matters most is compared first."""
     if _winner(recorded) != _winner(again):
         return _winner(recorded), _winner(again)
-    for name in ("cell", "base_pool", "pool_order", "pool", "overridden", "starved"):
-        told, found = getattr(recorded, name), getattr(again, name)
+    for name in ("cell", "base_pool", "pool_order", "pool", "overridden", "starved", "is_met"):
+        told, found = _value(recorded, name), _value(again, name)
         if told != found:
             return f"{name} {told}", f"{name} {found}"
-    met, met_again = (
-        each.is_met if each.HasField("is_met") else None for each in (recorded, again)
-    )
-    if met != met_again:
-        return f"is_met {met}", f"is_met {met_again}"
     if _targets(recorded) != _targets(again):
         return f"targets {_targets(recorded)}", f"targets {_targets(again)}"
     looks, looks_again = ([look.name for look in each.pools] for each in (recorded, again))
@@ -350,7 +369,7 @@ def _difference(recorded: gw.StageChoice, again: gw.StageChoice) -> tuple[str, s
         if not _is_same(candidate.score_s, other.score_s):
             return f"{name} at {candidate.score_s!r} s", f"{name} at {other.score_s!r} s"
         for field in ("predicted_ttft_ms", "predicted_itl_ms"):
-            ms, ms_again = _prediction_ms(candidate, field), _prediction_ms(other, field)
+            ms, ms_again = _value(candidate, field), _value(other, field)
             if not _is_same(ms, ms_again):
                 return f"{name} {field} {ms}", f"{name} {field} {ms_again}"
     return None
@@ -366,17 +385,17 @@ def _is_same(told: float | None, found: float | None) -> bool:
     return math.isclose(told, found, rel_tol=TOLERANCE)
 
 
-def _prediction_ms(candidate: gw.Candidate, field: str) -> float | None:
-    return getattr(candidate, field) if candidate.HasField(field) else None  # type: ignore[arg-type]
+def _value(of: Message, field: str) -> Any:
+    """The value of a field; None: it is optional, and absent."""
+    has_presence = of.DESCRIPTOR.fields_by_name[field].has_presence
+    return getattr(of, field) if not has_presence or of.HasField(field) else None
 
 
 def _winner(choice: gw.StageChoice) -> str:
     if not choice.worker:
         return "nobody"
-    rank = f" rank {choice.rank}" if choice.HasField("rank") else ""
-    return f"{choice.worker}{rank} of pool {choice.pool}"
+    return f"{_row(choice)} of pool {choice.pool}"
 
 
-def _row(candidate: gw.Candidate) -> str:
-    rank = f" rank {candidate.rank}" if candidate.HasField("rank") else ""
-    return f"{candidate.worker}{rank}"
+def _row(of: gw.Candidate | gw.StageChoice) -> str:
+    return f"{of.worker} rank {of.rank}" if of.HasField("rank") else of.worker

@@ -139,7 +139,7 @@ class Dispatcher:
         """The decision that `submit` would make now; no lease is taken. Raises like `submit`."""
         rng = random.Random()
         rng.setstate(self._rng.getstate())
-        return self._judged(self._choose(ask, prompt, None, rng, 0.0))
+        return self._choose(ask, prompt, None, rng, 0.0)
 
     def submit(
         self,
@@ -222,7 +222,7 @@ class Dispatcher:
                 pending.ask, pending.prompt, pending.stages, self._rng, elapsed_s
             )
             if reserved:
-                _leave_reserved(pending, reserved)
+                self._leave_reserved(pending, reserved)
             choices = pending.decision.stages
             # Not refused before its turn: workers that are down now may be back by then.
             if not any(choice.row is not None and choice.pool in reserved for choice in choices):
@@ -268,6 +268,7 @@ class Dispatcher:
             answer_tokens=answer_tokens,
             is_protected=is_protected,
             yields=yields,
+            admission_mode=self._admission,
         )
         grids = fleet.grids
         if stages is not None:
@@ -280,6 +281,9 @@ class Dispatcher:
         if fleet.bypasses and stages is None:
             draw = rng.random()
             decision = try_bypass(decision, grids, views, draw=draw, config=self._config)
+        for choice in decision.stages:
+            if choice.is_met is False:
+                return decision.with_admission(fleet.objectives)
         return decision
 
     def _settle(self, pending: PendingAssignment, reserved: Set[str]) -> None:
@@ -289,19 +293,16 @@ class Dispatcher:
         nobody now, or somebody of a pool that is reserved for older requests.
         """
         if reserved:
-            _leave_reserved(pending, reserved)
+            self._leave_reserved(pending, reserved)
         choices = pending.decision.stages
-        has_to_wait = is_missed = False
+        has_to_wait = False
         for choice in choices:
-            if choice.row is None and not choice.reasons & LIMITS:
+            if choice.row is None and choice.is_hopeless:
                 pending.settle(NoWorker(_nobody(choice)))
                 return
             has_to_wait |= choice.row is None or choice.pool in reserved
-            is_missed |= choice.is_met is False
         if has_to_wait:
             return
-        if is_missed:
-            pending.decision = self._judged(pending.decision)
         if pending.decision.admission == "refused":
             why = misses(pending.decision)
             pending.settle(Overloaded(why, retry_after_ms=self._drain_ms(choices)))
@@ -328,6 +329,13 @@ class Dispatcher:
             raise
         pending.settle(Assignment(pending.decision, leases))
 
+    def _leave_reserved(self, pending: PendingAssignment, reserved: Set[str]) -> None:
+        """Drop a bypass whose pool is reserved for older requests: what waits waits for both stages."""
+        decision = pending.decision
+        if decision.is_bypass and decision.stages[0].pool in reserved:
+            left = Decision(decision.ask, decision.untaken)
+            pending.decision = left.with_admission(self.fleet.objectives)
+
     def _keep_room(self, choices: Iterable[StageChoice]) -> None:
         """Let the pools learn how much room a protected request needs."""
         for choice in choices:
@@ -338,22 +346,6 @@ class Dispatcher:
                 if scored is choice.won:
                     assert choice.row is not None
                     pool.room.add_busy(busy_s(scored, choice.row), self._now_s())
-
-    def _judged(self, decision: Decision) -> Decision:
-        """The decision, with what becomes of a request that is predicted to miss its targets."""
-        if decision.is_met is not False:
-            return decision
-        sla, mode, objectives = decision.ask.sla, self._admission, self.fleet.objectives
-        objective = default_for(objectives, sla.objective)
-        is_shed = objective is None or objective.policy == "shed"
-        if decision.ask.yields:
-            admission = "relegated"
-        elif mode == "off" or not is_shed or sla.is_final:
-            admission = "served"
-        else:
-            admission = "refused" if mode == "on" else "shadow"
-        name = sla.objective if sla.objective in objectives else ANY_CLASS
-        return replace(decision, admission=admission, class_name=name)
 
     def _drain_ms(self, choices: Iterable[StageChoice]) -> int:
         """When to come back: once the queues are short enough, but not all who were refused at once."""
@@ -385,13 +377,6 @@ class Dispatcher:
         if name not in self._noted and len(self._noted) < CLASSES_NOTED:
             self._noted.add(name)
             log.warning("request.unknown_class", extra={"class": name, "counts_as": ANY_CLASS})
-
-
-def _leave_reserved(pending: PendingAssignment, reserved: Set[str]) -> None:
-    """Drop a bypass whose pool is reserved for older requests: what waits waits for both stages."""
-    decision = pending.decision
-    if decision.is_bypass and decision.stages[0].pool in reserved:
-        pending.decision = Decision(decision.ask, decision.untaken)
 
 
 def _note_spill(pool: Pool, choice: StageChoice) -> None:

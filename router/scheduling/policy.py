@@ -20,13 +20,14 @@ import msgspec
 from msgspec.structs import replace
 
 from slagate.pools.fleet.pool import PoolSnapshot
-from slagate.pools.fleet_file.models import ANY_CLASS
+from slagate.pools.fleet_file.models import ANY_CLASS, Objective, default_for
 from slagate.pools.grid.grid import AnyAxis, Cell, Placement, Stage, StageGrid
 from slagate.pools.inflight.pair_key import PairKey, all_fit
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.pairs import ALONE, Alone, Pairing, partners, with_worker
 from slagate.router.scheduling.score import (
+    LIMITS,
     YIELDS,
     RoutingRequest,
     ScoredPool,
@@ -140,6 +141,11 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
         return (found + others)[:n]
 
     @property
+    def is_hopeless(self) -> bool:
+        """Whether no row may take the request, and none will by itself."""
+        return self.row is None and not self.reasons & LIMITS
+
+    @property
     def overridden(self) -> bool:
         """Whether a priority override replaced the grid's pool."""
         return self.cell.pool != self.cell.base_pool
@@ -184,8 +190,26 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
         return Decision(self.ask, stages, self.admission, self.class_name)
 
     def replaced_by(self, other: "Decision") -> "Decision":
-        """A copy of the other one, with the `admission` of this one."""
-        return replace(other, admission=self.admission, class_name=self.class_name)
+        """A copy of the decision with the choices of the other one."""
+        return replace(self, stages=other.stages, untaken=other.untaken)
+
+    def with_admission(self, objectives: Mapping[str, Objective]) -> "Decision":
+        """A copy that says what becomes of a request that is predicted to miss, by the policy of its class.
+
+        Nothing does where a stage has nobody that it would be worth waiting for. A retry is never refused.
+        """
+        if self.is_met is not False or any(choice.is_hopeless for choice in self.stages):
+            return self
+        sla, mode = self.ask.sla, self.ask.admission_mode
+        objective = default_for(objectives, sla.objective)
+        if self.ask.yields:
+            admission = "relegated"
+        elif mode == "off" or sla.is_final or (objective and objective.policy != "shed"):
+            admission = "served"
+        else:
+            admission = "refused" if mode == "on" else "shadow"
+        known = sla.objective in objectives
+        return replace(self, admission=admission, class_name=sla.objective if known else ANY_CLASS)
 
 
 class Choose(Protocol):

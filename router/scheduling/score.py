@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slagate.pools.fleet.pool import PoolSnapshot
+from slagate.pools.fleet_file.models import AdmissionMode
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.pair_key import PairKey
@@ -99,6 +100,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     answer_tokens: float = 256.0  # that it will have at least, as most of its class do
     is_protected: bool = False  # room is kept for its class
     yields: bool = False  # rather than be late it waits until a worker has nothing else to do
+    admission_mode: AdmissionMode = "off"  # in force
 
 
 class ScoredRow(msgspec.Struct, frozen=True, gc=False):

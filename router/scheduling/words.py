@@ -14,17 +14,20 @@ POOLS_TOLD = 8
 """Pools that a sentence names."""
 
 
+_ADMISSION = {
+    "refused": "Admission is on, so it is refused.",
+    "shadow": "Admission would refuse it if it were on.",
+    "relegated": "As its class is relegated it waits until a worker has nothing else to do.",
+}
+
+
 def explained(decision: Decision) -> str:
     """The decision, a line for each stage, then what becomes of it."""
     lines = [_explain(decision.ask, choice) for choice in decision.stages]
     if decision.is_bypass:
         lines.append(_explain_bypass(decision))
-    if decision.admission == "refused":
-        lines.append("Admission is on, so it is refused.")
-    elif decision.admission == "shadow":
-        lines.append("Admission would refuse it if it were on.")
-    elif decision.admission == "relegated":
-        lines.append("As its class is relegated it waited until a worker had nothing else to do.")
+    if (words := _ADMISSION.get(decision.admission)) is not None:
+        lines.append(words)
     if decision.ask.sla.is_unlisted:
         name = shown(decision.ask.sla.objective)
         lines.append(f'Class {name} is not in objectives, it counts as "{ANY_CLASS}".')

@@ -19,6 +19,8 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import OK, Metadata
 from slagate.router.cli.receipts import Recomputer, json_line, parse_line
+from slagate.router.receipts.config import RecordedConfig, read_config
+from slagate.router.receipts.recompute import decide_again
 from slagate.router.replay.network import FarWorker
 from slagate.router.request.settings import Settings
 from slagate.router.services.admin import AdminService
@@ -54,6 +56,7 @@ CLASSES: Mapping[str, Mapping[str, Any]] = {
     "chat": {"ttft_ms": 400, "itl_ms": 12, "priority": 2},
     "tool": {"ttft_ms": 150, "policy": "shed"},
     "report": {"ttft_ms": 3000, "itl_ms": 40, "policy": "protect"},
+    "batch": {"ttft_ms": 300, "policy": "relegate"},
     "*": {"itl_ms": 60},
 }
 
@@ -79,7 +82,7 @@ def plans(rng: random.Random) -> list[Plan]:
     made: list[Plan] = []
     while len(made) < N_REQUESTS:
         first, at_s = rng.randrange(100_000), rng.uniform(0, SECONDS)
-        name = rng.choice(["chat", "chat", "tool", "report", "", "unheard-of"])
+        name = rng.choice(["chat", "chat", "tool", "report", "batch", "", "unheard-of"])
         metadata = [("x-gateway-inference-objective", name)] if name else []
         if rng.random() < 0.2:
             metadata.append(("x-slo-ttft-ms", str(rng.choice([80, 1000]))))
@@ -158,6 +161,29 @@ def check_admission(receipt: gw.Receipt) -> None:
     assert not receipt.attempts
 
 
+BECAME = {
+    *((mode, told) for mode in ("off", "shadow", "on") for told in ("", "served")),
+    ("shadow", "shadow"),
+    ("on", "refused"),
+    ("on", "relegated"),
+}
+"""Modes of admission, and what becomes of requests in them."""
+
+ADMISSIONS = ("", "refused", "served", "shadow", "relegated", "nonsense")
+
+
+def check_changed_admission(rules: Mapping[str, RecordedConfig], receipt: gw.Receipt) -> None:
+    """Whatever else is said of what became of a request as it came is found."""
+    for told in ADMISSIONS:
+        changed = gw.Receipt()
+        changed.CopyFrom(receipt)
+        changed.decision.admission = told
+        found = [each for each in decide_again(changed, rules) if each is not None]
+        assert [each.stage for each in found] == ["admission"] * (
+            told != receipt.decision.admission
+        )
+
+
 class Forgetful(FaultyWorker):
     """A decode worker that does not find some of the handoffs it is sent, besides."""
 
@@ -206,13 +232,15 @@ async def played(bypass: str) -> list[bytes]:
 
 
 async def _reload(fleet: Fleet, bypass: str) -> None:
-    """The fleet file changes again and again."""
+    """The fleet file changes again and again; now and then another mode of admission is set in between."""
     for cost in range(2, 10):
         await anyio.sleep(SECONDS / 8)
         content = file(bypass)
         content["pools"]["prefill-more"]["cost"] = float(cost)
         config = parse_config(content, source="reload", serving=True)
         fleet.app.reloader.put(fleet.app.reloader.propose(lambda config=config: config))
+        if cost in (4, 7):
+            fleet.app.gateway.dispatcher.set_admission("off" if cost == 4 else "shadow")
 
 
 @pytest.mark.parametrize("bypass", ["off", "auto"])
@@ -223,10 +251,18 @@ def test_every_decision_of_an_overloaded_fleet_comes_out_the_same(bypass: str) -
     receipts: Sequence[gw.Receipt] = [
         each.receipt for each in map(parse_line, lines) if each.HasField("receipt")
     ]
+    configs = [each.config for each in map(parse_line, lines) if each.HasField("config")]
+    rules = {config.version: read_config(config) for config in configs}
     seen: Counter[str] = Counter()
+    became: Counter[tuple[str, str]] = Counter()
     for receipt in receipts:
         seen.update(kinds_of(receipt))
         check_admission(receipt)
+        kind = receipt.decision.admission_mode, receipt.decision.admission
+        became[kind] += 1
+        if became[kind] <= 3:
+            check_changed_admission(rules, receipt)
+    assert became.keys() >= BECAME, became
     assert (recheck.n_receipts, recheck.n_missed) == (N_REQUESTS, 0)
     assert recheck.n_choices > 2 * N_REQUESTS
     many = {"spill of prefill", "spill of decode", "shed", "met", "cached", "waited", "completed"}

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from msgspec.structs import replace
 
@@ -12,6 +12,7 @@ from slagate.pools.estimator.estimator import Coefficients
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.fleet_file.load import parse_config
+from slagate.pools.fleet_file.models import AdmissionMode
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
 from slagate.pools.inflight.row_view import RowView, State
@@ -36,6 +37,8 @@ KEYS = [
     PairKey(transport="ucx", kv_dtype="fp8", block_tokens=64, handoff_key="0123456789abcdef"),
 ]
 """What workers say of their handoffs: some fit each other, some may, some do not."""
+
+CLASSES = {"kept": {"policy": "protect"}, "behind": {"policy": "relegate"}}
 
 ASK = [("slagate-receipt", "1")]
 """Request metadata that asks for one."""
@@ -66,6 +69,7 @@ class RandomFleet:
         self._bypasses = bypasses
         content: dict[str, Any] = disagg_file() if mode == "disagg" else agg_file()
         content["enable_priority_retry"] = True
+        content["objectives"] = CLASSES
         content["scheduling"] = {"spill": spill, "bypass": "auto" if bypasses else "off"}
         stages = ("prefill", "decode") if mode == "disagg" else ("agg",)
         names = [name for stage in stages for name in content[f"{stage}_pools"]]
@@ -82,18 +86,27 @@ class RandomFleet:
         self._fleet = Fleet(prepared)
 
     def receipt(self, rng: random.Random, number: int = 1) -> gw.Receipt:
-        """The full receipt of one request, some with workers that failed."""
+        """The full receipt of one request, some with workers that failed; `number` decides its class."""
         record = Record(0.0)
         record.request_id = f"r-{number}"
         self._keys = rng.choice([[ANY_PAIR], KEYS])
         pools = {name: self._pool(name, rng) for name in self._fleet.pools}
-        sla = _sla(rng).with_edges(self._fleet.grids.values())
-        ask = RoutingRequest(MODEL, rng.choice([200, 1000, 5000]), sla)
+        luck = random.Random(number)
+        mode, objective = luck.choice(get_args(AdmissionMode)), luck.choice(["", "", *CLASSES])
+        sla = replace(_sla(rng), objective=objective).with_edges(self._fleet.grids.values())
+        ask = RoutingRequest(
+            MODEL,
+            rng.choice([200, 1000, 5000]),
+            sla,
+            yields=objective == "behind" and mode == "on",
+            admission_mode=mode,
+        )
         record.decision = self._decide(ask, pools, rng)
         if record.decision.is_bypass and rng.random() < 0.4:
             record.attempt(Stage.AGG, OK)
             excluded = frozenset({record.decision.stages[0].worker or ""})
-            record.decision = self._decide(replace(ask, excluded=excluded), pools, rng)
+            other_way = self._decide(replace(ask, excluded=excluded), pools, rng)
+            record.decision = record.decision.replaced_by(other_way)
         for choice in () if record.decision.is_bypass else record.decision.stages:
             other = [each for each in record.decision.stages if each.stage is not choice.stage]
             partner = other[0].pair_keys[0] if other and other[0].worker else None
@@ -113,9 +126,9 @@ class RandomFleet:
     ) -> Decision:
         grids, config = self._fleet.grids, self.config
         decision = choose(ask, grids, pools, rng=rng, config=config)
-        if not self._bypasses:
-            return decision
-        return try_bypass(decision, grids, pools, draw=rng.random(), config=config)
+        if self._bypasses:
+            decision = try_bypass(decision, grids, pools, draw=rng.random(), config=config)
+        return decision.with_admission(self._fleet.objectives)
 
     def _pool(self, name: str, rng: random.Random) -> PoolSnapshot:
         decodes = self._fleet.pools[name].stage is Stage.DECODE

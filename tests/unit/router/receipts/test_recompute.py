@@ -25,6 +25,7 @@ from support.gateway.receipts import RandomFleet
 
 FLEET = RandomFleet()
 CONFIG = json_line(gw.WatchReceiptsResponse(config=FLEET.config))
+RULES = {FLEET.config.version: read_config(FLEET.config)}
 ORDINARY, OTHER = [
     seed
     for seed in range(100)
@@ -104,6 +105,38 @@ def test_another_draw_between_equals_names_another_winner(
 def test_a_line_says_how_many_were_missed_only_where_some_were() -> None:
     assert "missed" not in receipt()
     assert json.loads(json_line(gw.WatchReceiptsResponse(missed=3)))["missed"] == 3
+
+
+@pytest.mark.parametrize("mode", ["on", "shadow", "off"])
+@pytest.mark.parametrize("objective", ["", "kept", "behind"])
+def test_what_became_of_a_request_as_it_came_is_decided_again(objective: str, mode: str) -> None:
+    """Whatever else is told of a request that is predicted to miss, or not, differs."""
+    n_missed = 0
+    for seed in range(300):
+        made = FLEET.receipt(random.Random(seed), seed)
+        decision = made.decision
+        if decision.sla.objective != objective or decision.admission_mode != mode:
+            continue
+        n_missed += decision.admission != ""
+        for told in {"", "refused", "shadow", "served", "relegated", "x"} - {decision.admission}:
+            changed = gw.Receipt()
+            changed.CopyFrom(made)
+            changed.decision.admission = told
+            found = [each for each in decide_again(changed, RULES) if each is not None]
+            recomputed = decision.admission or "none"
+            assert found == [(decision.request_id, "admission", told or "none", recomputed)]
+    assert n_missed > 3
+
+
+def test_another_mode_of_admission_is_found_where_it_matters() -> None:
+    some = (FLEET.receipt(random.Random(seed), seed) for seed in range(300))
+    made = next(each for each in some if each.decision.admission == "refused")
+    assert made.decision.admission_mode == "on"
+    for mode, found in (("shadow", "shadow"), ("off", "served")):
+        made.decision.admission_mode = mode
+        *same, last = decide_again(made, RULES)
+        assert same == [None] * len(same)
+        assert last == (made.decision.request_id, "admission", "refused", found)
 
 
 def test_missed_receipts_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,6 +311,14 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "target": (
         lambda v: v["receipt"]["decision"]["sla"].update(ttft_ms="Infinity"),
         r"receipt\.decision\.sla\.ttft_ms: must be a finite number",
+    ),
+    "mode of admission": (
+        lambda v: v["receipt"]["decision"].update(admission_mode="maybe"),
+        r"receipt\.decision\.admission_mode: must be one of off, shadow, on; .*, got 'maybe'$",
+    ),
+    "older": (
+        lambda v: v["receipt"]["decision"].pop("admission_mode"),
+        r"receipt\.decision\.admission_mode: .*; receipts of older versions have none, got ''",
     ),
     "another version": (
         lambda v: v["receipt"].update(config_version="0123"),

@@ -282,7 +282,7 @@ def test_a_relegated_request_waits_until_a_worker_has_nothing_else_to_do() -> No
         second.release()
         assert isinstance(ticket.outcome, Assignment)
         assert ticket.decision.admission == "relegated"
-        assert "waited until a worker had nothing else to do" in explained(ticket.decision)
+        assert "waits until a worker has nothing else to do" in explained(ticket.decision)
         ticket.outcome.release()
     assert d.n_waiting == 0
 
