@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from slagate.pools.estimator.accuracy import BASES, MAX_LOG, Basis, Calibration
+from slagate.pools.estimator.accuracy import BASES, MAX_LOG, Calibration
 from slagate.pools.estimator.estimator import Coefficients, FrozenEstimator
 from slagate.pools.fleet.fleet import Prepared, prepare
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
@@ -48,12 +48,10 @@ class RecordedConfig(NamedTuple):
         """A pool's estimator as it was then. Raises `ValueError` naming the field that is wrong."""
         told = look.coefficients
         corrected = Coefficients(told.prefill_scale, told.prefill_offset_s, told.itl_scale)
-        bases: dict[str, Basis] = {}
-        for name in ("ttft_basis", "itl_basis"):
-            found = [basis for basis in BASES if basis == getattr(look, name)]
-            if not found:
+        bases = {name: getattr(look, name) for name in ("ttft_basis", "itl_basis")}
+        for name, basis in bases.items():
+            if basis not in BASES:
                 raise ValueError(f"{name}: must be one of {', '.join(BASES)}")
-            (bases[name],) = found
         lines = {
             name: _calibration(name, getattr(look, name))
             for name in ("ttft_calibration", "itl_calibration")

@@ -9,7 +9,6 @@ request sees half of it.
 
 import logging
 import math
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from slagate.router.receipts.config import config_message
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.workers.runtime.listen import on_sighup
-from slagate.workers.runtime.waiting import FileWatch, run_in_daemon_thread
+from slagate.workers.runtime.waiting import FileWatch, file_stamp, run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -66,15 +65,7 @@ class FleetSource:
 
     def stamp(self) -> object:
         """A value that compares unequal to an earlier one once a file was written. Never raises."""
-        return [_stamp(path) for path in (self.path, self.pools) if path is not None]
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+        return [file_stamp(path) for path in (self.path, self.pools) if path is not None]
 
 
 class NothingBefore(Exception):

@@ -234,11 +234,14 @@ def choose(
     *,
     rng: random.Random,
     config: gw.GatewayConfig = NO_CONFIG,
+    by_targets: bool = True,
 ) -> Decision:
     """Choose a worker for each stage from pool snapshots by name; `config` is recorded in each choice.
 
     The workers of prefill and decode fit each other, or there are none that do.
     """
+    if not by_targets:
+        ask = replace(ask, by_targets=False)
     found: list[StageChoice] = []
     later_s = ask.later_s
     # The last stage first: what it takes to the first token is part of TTFT.
@@ -257,16 +260,8 @@ def choose(
     return Decision(ask, choices)
 
 
-def choose_by_load(
-    ask: RoutingRequest,
-    stages: Mapping[Stage, StageGrid],
-    pools: Mapping[str, PoolSnapshot],
-    *,
-    rng: random.Random,
-    config: gw.GatewayConfig = NO_CONFIG,
-) -> Decision:
-    """`choose` for a request whose targets do no more than place it in the grid."""
-    return choose(replace(ask, by_targets=False), stages, pools, rng=rng, config=config)
+choose_by_load: Choose = partial(choose, by_targets=False)
+"""`choose` for requests whose targets do no more than place them in the grid."""
 
 
 def _go_together(ask: RoutingRequest, choices: tuple[StageChoice, ...]) -> bool:

@@ -1,9 +1,11 @@
 """Ways to wait that asyncio does not have: for a blocking call, a changed file, an empty collection."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Sized
 from concurrent.futures import CancelledError, Executor, Future
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, ParamSpec, TypeVar
 
@@ -60,6 +62,15 @@ async def run_in_daemon_thread(call: Callable[[], T]) -> T:
     made = asyncio.get_running_loop().run_in_executor(thread, call)
     thread.shutdown()
     return await made
+
+
+def file_stamp(path: Path) -> tuple[int, int, int] | None:
+    """A value that compares unequal to an earlier one once the file was written; None: there is none."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class FileWatch:

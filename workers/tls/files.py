@@ -1,6 +1,5 @@
 """The files of TLS, read and checked: certificate chain, private key, CA bundle."""
 
-import os
 import re
 import ssl
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slagate.workers.runtime.usage import UsageError
+from slagate.workers.runtime.waiting import file_stamp
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
 _KEY = re.compile(rb"-----BEGIN (\w+ )*PRIVATE KEY-----")
@@ -88,7 +88,7 @@ class TlsFiles:
 
     def stamp(self) -> object:
         """A value that is different once a file was written; never raises."""
-        return [None if file is None else _stamp(file.path) for file in self._all()]
+        return [None if file is None else file_stamp(file.path) for file in self._all()]
 
     def _all(self) -> tuple[PemFile | None, PemFile | None, PemFile | None]:
         return self.cert, self.key, self.ca
@@ -140,14 +140,6 @@ def read(files: TlsFiles, make: Callable[[], ssl.SSLContext], *, now_s: float) -
 def reason(error: Exception) -> str:
     """The message of OpenSSL, without its code and source line."""
     return re.sub(r"^\[[^]]*\] | \(_ssl\.c:\d+\)$", "", str(error)) or type(error).__name__
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _content(file: PemFile) -> bytes:
