@@ -105,8 +105,9 @@ class Accuracy:
         self.calibration: Calibration | None = None  # None: predictions need none
         self.n_pairs = 0  # all that there ever were
         self._has_profile = has_profile
-        # ln(predicted / actual) of the prediction as made, as learnt, and of the profile alone; ln(actual).
-        self._logs: Floats = np.zeros((MAX_PAIRS, 4))
+        # ln(predicted / actual) of the prediction as made, as learnt, and of the profile alone; ln(actual);
+        # and in seconds the part of all three that is no work of the pool's.
+        self._logs: Floats = np.zeros((MAX_PAIRS, 5))
 
     def add_pair(
         self,
@@ -115,11 +116,13 @@ class Accuracy:
         learnt_s: float,
         profile_s: float,
         *,
+        later_s: float = 0.0,
         now: tuple[float, float] = (1.0, 0.0),
     ) -> bool:
         """Add what was predicted, and what was or would have been, beside what it took; in seconds.
 
-        `now` is by what factor, and how many seconds more, a prediction is longer than the profile's.
+        `now` is by what factor, and how many seconds more, a prediction is longer than the profile's, but
+        for the `later_s` that all of them have in common.
         True: `basis` or `calibration` is another one now. What is no time is ignored.
         """
         predicted = (made_s, learnt_s, profile_s)
@@ -127,7 +130,7 @@ class Accuracy:
             return False
         actual_s = max(actual_s, MIN_S)
         logs = [math.log(max(each, MIN_S) / actual_s) for each in predicted]
-        self._logs[self.n_pairs % MAX_PAIRS] = *logs, math.log(actual_s)
+        self._logs[self.n_pairs % MAX_PAIRS] = *logs, math.log(actual_s), later_s
         self.n_pairs += 1
         if self.n_pairs < MIN_PAIRS or self.n_pairs % EACH:
             return False
@@ -149,13 +152,15 @@ class Accuracy:
         # As it would be predicted now, or what was learnt since would be put right once more.
         predicted = newest[:, 2] + newest[:, 3]
         if is_learnt:
-            predicted = np.log(np.maximum(MIN_S, scale * np.exp(predicted) + offset_s))
+            later_s = newest[:, 4]
+            work_s = np.exp(predicted) - later_s
+            predicted = np.log(np.maximum(MIN_S, scale * work_s + offset_s + later_s))
         now = _middle(np.abs(predicted - newest[:, 3])).item()
         before, self.calibration = self.calibration, None
         if now > (CALIBRATE_FROM if before is None else CALIBRATE_TO):
-            line, left = _calibration(predicted, newest[:, 3])
-            if left < (now if before is not None else CLEARLY * now):
-                self.calibration, off = line, min(off, left)
+            # Where the line is no nearer, its spread still tells how far off they are.
+            self.calibration, left = _calibration(predicted, newest[:, 3])
+            off = min(off, left)
         limit = MAX_LEARNT if self.basis == "grid" else MAX_FACTOR
         self.basis = "learnt" if is_learnt else "profile"
         if off > limit:

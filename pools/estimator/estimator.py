@@ -267,7 +267,7 @@ class Estimator:
         learnt_s = learnt.prefill_offset_s + learnt.prefill_scale * work_s
         made, others = predicted_s + later_s, (learnt_s + later_s, work_s + later_s)
         now = self._prefill.scale, self._prefill.offset_s
-        if self.ttft.add_pair(actual_s, made, *others, now=now):
+        if self.ttft.add_pair(actual_s, made, *others, later_s=later_s, now=now):
             self._freeze_again()
 
     def pair_itl(self, before: FrozenEstimator, predicted_s: float, actual_s: float) -> None:

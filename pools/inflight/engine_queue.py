@@ -24,7 +24,7 @@ class Work(NamedTuple):
 
     prefill_tokens: int = 0  # prompt tokens to prefill, until `Lease.prefill_done`
     work_s: float = 0.0  # the same as seconds of work, see `FrozenEstimator.work_s`
-    context_tokens: int = 0  # tokens whose KV the request reads at each decode step
+    context_tokens: int = 0  # KV tokens that each decode step reads of the request, on average
     # What the request was promised; infinite where it has no target, or is predicted to miss it.
     due_s: float = math.inf  # when the prompt is to be computed, on the gateway's clock
     itl_limit_s: float = math.inf  # seconds that a decode step may take

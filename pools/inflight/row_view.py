@@ -41,7 +41,7 @@ class RowView(msgspec.Struct, frozen=True, gc=False):
     queued_tokens: int  # prompt tokens leased and not prefilled yet, less what was cached
     max_queued_tokens: int
     queued_s: float  # the same as seconds of work, less what was computed, before any correction
-    context_tokens: int  # tokens whose KV its requests read at each decode step
+    context_tokens: int  # KV tokens that each decode step reads of its requests, on average
     capacity_tokens: int  # tokens its KV cache holds
     foreign_requests: int  # running there that this gateway did not send
     foreign_s: float  # seconds of work of the prompts waiting there that it did not send

@@ -65,7 +65,8 @@ def update_estimators(record: Record, itl_s: float | None, fleet: Fleet) -> None
     batch, tokens = scored.decoding(row)
     if rows.names[row] == pool.table.names[row]:
         # The batch was one thing when the answer began, another when it ended.
-        last_batch, last_tokens = pool.table.decoding(row, choice.ask.isl_tokens)
+        tokens_then = choice.ask.isl_tokens + choice.ask.growth_tokens
+        last_batch, last_tokens = pool.table.decoding(row, tokens_then)
         batch, tokens = (batch + last_batch) / 2, (tokens + last_tokens) / 2
     if choice.pool_stage is Stage.AGG:
         itl_s /= rows.pace.item(row)  # which is learnt from prompts

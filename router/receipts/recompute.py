@@ -188,7 +188,9 @@ def _decide_again(
         raise UnusableReceipt(f"{place}.stage: the fleet file has no such stage")
     if not 0 <= recorded.draw < 1:
         raise UnusableReceipt(f"{place}.draw: must be in [0, 1), got {recorded.draw}")
-    _check_finite(place, recorded, "elapsed_s", "later_s", "answer_tokens")
+    _check_finite(place, recorded, "elapsed_s", "later_s")
+    if not 0 <= recorded.answer_tokens < 2**32:
+        raise UnusableReceipt(f"{place}.answer_tokens: must be in [0, 2^32)")
     keys = [
         PairKey(*(getattr(key, name) for name in PairKey._fields)) for key in recorded.pairing.keys
     ]
@@ -235,6 +237,7 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision, *, by_targets: bool) -
         excluded=frozenset(recorded.excluded_workers),
         elapsed_s=recorded.elapsed_s,
         answer_tokens=recorded.answer_tokens,
+        growth_tokens=int(recorded.answer_tokens),
         is_protected=recorded.protected,
         yields=recorded.yields,
         by_targets=by_targets,

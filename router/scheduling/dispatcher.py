@@ -266,6 +266,7 @@ class Dispatcher:
             sla=sla,
             elapsed_s=elapsed_s,
             answer_tokens=answer_tokens,
+            growth_tokens=int(answer_tokens),
             is_protected=is_protected,
             yields=yields,
             admission_mode=self._admission,

@@ -97,7 +97,10 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     later_s: float = 0.0  # to the first token in stages that stay, behind those that are chosen
     by_targets: bool = True  # whether its targets decide between pools and between workers
     max_tokens: int | None = None  # of the answer, as the client says
-    answer_tokens: float = 256.0  # that it will have at least, as most of its class do
+    answer_tokens: float = 0.0  # that it will have at least, as most of its class do
+    # By which its context grows until its answer's middle. Batches have more of long answers than of short
+    # ones, so of a batch this is about what `answer_tokens` says.
+    growth_tokens: int = 0
     is_protected: bool = False  # room is kept for its class
     yields: bool = False  # rather than be late it waits until a worker has nothing else to do
     admission_mode: AdmissionMode = "off"  # in force
@@ -198,9 +201,9 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         """The tokens and seconds of work that the request would add to a row."""
         isl_tokens = self.ask.isl_tokens
         if self.work_s is None:
-            return Work(context_tokens=isl_tokens)
+            return Work(context_tokens=isl_tokens + self.ask.growth_tokens)
         new_tokens = isl_tokens - self.pool.cached.cached_tokens.item(row)
-        context_tokens = 0 if self.stage is Stage.PREFILL else isl_tokens
+        context_tokens = 0 if self.stage is Stage.PREFILL else isl_tokens + self.ask.growth_tokens
         return Work(new_tokens, self.work_s.item(row), context_tokens)
 
     def rate(self, row: int) -> float:
@@ -221,7 +224,8 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def decoding(self, row: int) -> tuple[int, float]:
         """The batch size on a row with this request in it, and that batch's mean context in tokens."""
         rows = self.pool.rows
-        return rows.batch.item(row), rows.mean_tokens(self.ask.isl_tokens).item(row)
+        tokens = self.ask.isl_tokens + self.ask.growth_tokens
+        return rows.batch.item(row), rows.mean_tokens(tokens).item(row)
 
     def pick(self, draw: float) -> tuple[int | None, bool]:
         """The index of the row to take, and whether it goes first as a starved one.
@@ -300,7 +304,8 @@ def score_pool(
     rows, estimator = pool.rows, pool.estimator
     work_s = ttft_s = itl_s = None
     if stage is not Stage.PREFILL:
-        itl_s = estimator.itl_of_batches(rows.batch, rows.mean_tokens(ask.isl_tokens))
+        tokens = rows.mean_tokens(ask.isl_tokens + ask.growth_tokens)
+        itl_s = estimator.itl_of_batches(rows.batch, tokens)
         itl_s *= rows.pace
     if stage is not Stage.DECODE:
         work_s = _work_s(ask, pool)
@@ -336,10 +341,10 @@ def _all_open(stage: Stage, ask: RoutingRequest, pool: PoolSnapshot) -> bool:
         return False
     if stage is not Stage.DECODE:
         return True
-    # No: some row's KV cache may have no room for the prompt.
+    # No: some row's KV cache may have no room for the prompt and its answer.
     tokens = rows.ints("context_tokens")
     most_tokens = tokens.item(tokens.argmax()) if len(tokens) else 0
-    return most_tokens + ask.isl_tokens <= least_tokens
+    return most_tokens + ask.isl_tokens + ask.growth_tokens <= least_tokens
 
 
 def _work_s(ask: RoutingRequest, pool: PoolSnapshot) -> Floats:
@@ -368,7 +373,7 @@ def _reasons(
     reasons = np.zeros(len(rows), dtype=np.int8)  # i8[n_rows], 0: it may be chosen
     if stage is Stage.DECODE or pairing is ALONE:
         # Not for agg: there prompts share cached blocks, and the engine itself lets a request wait.
-        needed = rows.ints("context_tokens") + ask.isl_tokens
+        needed = rows.ints("context_tokens") + (ask.isl_tokens + ask.growth_tokens)
         full = (needed > rows.ints("capacity_tokens")) & (rows.ints("inflight") > 0)
         reasons[full] = _CODES[KV_AT_LIMIT]
     else:

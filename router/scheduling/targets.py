@@ -135,7 +135,7 @@ def judged(scored: ScoredPool) -> Judged | None:
     rows = scored.pool.rows
     delays: Flags | None = None
     harms: Flags | None = None
-    if itl_s is not None:
+    if itl_s is not None and estimator.itl_basis != "grid":
         of_others = itl_s / rows.floats("itl_limit_s")
         np.maximum(late, of_others, out=late)
         if hopes is not None:
@@ -220,10 +220,11 @@ def busy_s(scored: ScoredPool, row: int) -> float:
         found = scored.work_s.item(row) * scored.rate(row)
     itl_ms = scored.ask.sla.itl_ms
     if scored.itl_s is not None and itl_ms is not None:
-        limit_s, isl_tokens = _itl_limit_s(scored, itl_ms), scored.ask.isl_tokens
+        limit_s, tokens = _itl_limit_s(scored, itl_ms), scored.ask.isl_tokens
+        tokens += scored.ask.growth_tokens
         of = scored.pool.estimator
-        alone_s = of.itl_s(1, isl_tokens)
-        each_s = max(_LEAST_S, of.itl_s(2, isl_tokens) - alone_s)
+        alone_s = of.itl_s(1, tokens)
+        each_s = max(_LEAST_S, of.itl_s(2, tokens) - alone_s)
         full = 1.0 + max(0.0, limit_s - alone_s) / each_s
         found += limit_s * scored.ask.answer_tokens / full
     return found
@@ -281,11 +282,12 @@ def _takes_kept(scored: ScoredPool, kept: KeptRoom) -> Flags:
     """Where the request would take room while no more than `kept.n_rows` rows have it, bool[n_rows]."""
     rows, of = scored.pool.rows, scored.pool.estimator
     has_room, takes = rows.unavailable == 0, np.zeros(len(rows), dtype=np.bool_)
-    if scored.ttft_s is not None:
+    if scored.ttft_s is not None and of.ttft_basis != "grid":
         has_room &= rows.load_s * of.coefficients.prefill_scale <= kept.ttft_s
         takes |= scored.ttft_s > kept.ttft_s
-    if scored.itl_s is not None:
-        more_s = of.itl_of_batches(rows.batch + 1, rows.mean_tokens(scored.ask.isl_tokens))
+    if scored.itl_s is not None and of.itl_basis != "grid":
+        tokens = scored.ask.isl_tokens + scored.ask.growth_tokens
+        more_s = of.itl_of_batches(rows.batch + 1, rows.mean_tokens(tokens))
         has_room &= scored.itl_s <= kept.itl_s
         takes |= more_s * rows.pace > kept.itl_s
     takes &= np.count_nonzero(has_room) - has_room < kept.n_rows

@@ -665,7 +665,7 @@ def test_tests_import_nothing_by_the_name_that_it_has_in_a_checkout_only() -> No
 def test_the_product_has_at_most_so_many_lines_and_modules() -> None:
     """An issue may raise the numbers, and says so: until then a new line needs one that goes."""
     lines = [path.read_text().count("\n") for path in MODULES.values()]
-    assert sum(lines) <= 57_000
+    assert sum(lines) <= 57_400
     assert sum(path.name != "__init__.py" for path in MODULES.values()) <= 297
 
 

@@ -147,9 +147,30 @@ def test_right_predictions_are_not_calibrated_nor_any_more_once_they_are() -> No
             actual_s = rng.lognormvariate(0, 1)
             accuracy.add_pair(actual_s, *[too_long * actual_s] * 3)
         assert (accuracy.calibration is not None) is is_calibrated
-    # No line is nearer to what requests took.
-    put(accuracy, 1.5, 1.5)
-    assert accuracy.calibration is None
+
+
+def test_a_line_that_is_no_nearer_still_tells_how_far_off_predictions_are() -> None:
+    accuracy = filled(1.5, 1.5)
+    line = accuracy.calibration
+    assert line is not None
+    assert line.slope == pytest.approx(1.0, abs=0.01)
+    assert line.offset == pytest.approx(0.0, abs=0.02)
+    assert line.spread == pytest.approx(math.log(1.5), rel=0.01)
+    assert accuracy.basis == "learnt"
+
+
+@pytest.mark.parametrize("scale", [0.4, 2.0, 3.0])
+def test_a_learnt_speed_is_not_put_right_once_more_where_others_follow(scale: float) -> None:
+    """What follows after the leg's first response does not change with the pool's speed."""
+    estimator, rng, later_s = Estimator(PROFILE, source="p"), random.Random(1), 0.03
+    for number in range(2 * MAX_PAIRS):
+        work_s = PROFILE.prefill_s(rng.randint(50, 900), 0)
+        frozen = estimator.frozen
+        if number >= MAX_PAIRS:
+            estimator.pair_ttft(frozen, frozen.ttft_s(work_s), later_s, scale * work_s + later_s)
+        estimator.observe_first_response(work_s, scale * work_s)
+    assert estimator.frozen.coefficients.prefill_scale == pytest.approx(scale, rel=0.05)
+    assert estimator.ttft.calibration is None
 
 
 def test_what_is_always_as_far_off_is_right_when_it_is_calibrated() -> None:

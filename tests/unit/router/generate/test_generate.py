@@ -2,6 +2,7 @@
 
 import anyio
 
+from slagate.pools.inflight.demand import FIRST_SHARE, FIRST_TOKENS
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK
 from slagate.router.legs.active_request import LEG_SLACK_S
@@ -253,7 +254,8 @@ def test_a_prefill_worker_is_free_for_others_as_soon_as_it_has_answered() -> Non
             await b.settle()
             prefill, decode = b.app.fleet.members()
             assert (prefill.ranks.inflight, prefill.ranks.queued_tokens) == (0, 0)
-            assert (decode.ranks.inflight, decode.ranks.context_tokens) == (1, 3)
+            context_tokens = 3 + int(FIRST_TOKENS * FIRST_SHARE)
+            assert (decode.ranks.inflight, decode.ranks.context_tokens) == (1, context_tokens)
         await b.check_idle(Outcome.COMPLETED)
 
     run(main)

@@ -10,6 +10,7 @@ import pytest
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import Lease
 from slagate.pools.grid.grid import PriorityRule, Stage
+from slagate.pools.inflight.demand import FIRST_SHARE, FIRST_TOKENS
 from slagate.pools.inflight.engine_queue import Work
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.receipts.feedback import _estimator
@@ -198,7 +199,8 @@ def test_a_lease_counts_as_that_of_an_aggregated_worker_and_is_promised_both() -
     taken = take_now(dispatcher(of), asked())
     (lease,) = taken.leases.values()
     work, rows = lease.work, of.pools["decode"].snapshot().rows
-    assert (work.prefill_tokens, work.context_tokens) == (ISL, ISL)
+    answer_tokens = int(FIRST_TOKENS * FIRST_SHARE)
+    assert (work.prefill_tokens, work.context_tokens) == (ISL, ISL + answer_tokens)
     assert work.work_s > 0.0
     assert work.due_s == pytest.approx(0.95 * 0.4)
     assert work.itl_limit_s == pytest.approx(AGG_ITL_SHARE * 0.030)

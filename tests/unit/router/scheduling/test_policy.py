@@ -104,6 +104,22 @@ def test_what_a_request_puts_on_its_worker() -> None:
     assert work_of(chosen(Stage.AGG, view())) == Work(100, seconds, 100)
 
 
+def test_an_answer_to_come_makes_the_context_longer_and_takes_room_in_the_cache() -> None:
+    asked = ask(answer_tokens=900.0, growth_tokens=900)
+    assert work_of(chosen(Stage.DECODE, view(), asked=asked)) == Work(0, 0.0, 1000)
+    assert work_of(chosen(Stage.AGG, view(), asked=asked)).context_tokens == 1000
+    assert work_of(chosen(Stage.PREFILL, view(), asked=asked)).context_tokens == 0
+    pools = {"only": pool_view("only", [view()], speed=profiled())}
+    choice = choose_stage(Stage.DECODE, asked, one_cell(Stage.DECODE, "only"), pools, draw=0.5)
+    itl_s = profiled().frozen.itl_s(1, 1000)
+    assert choice.top()[0].predicted_itl_s == pytest.approx(itl_s, rel=1e-12)
+    busy = view(capacity_tokens=9999, context_tokens=9000, inflight=1)
+    assert chosen(Stage.DECODE, busy).reasons == set()
+    assert chosen(Stage.DECODE, busy, asked=asked).reasons == {KV_AT_LIMIT}
+    # Alone it may grow: how long answers are is a guess.
+    assert chosen(Stage.DECODE, view(capacity_tokens=500), asked=asked).winner is not None
+
+
 def test_predictions_are_shown_only_where_the_pool_has_a_profile() -> None:
     nominal = chosen(Stage.AGG, view()).top()[0]
     assert (nominal.predicted_ttft_s, nominal.predicted_itl_s) == (None, None)

@@ -351,6 +351,19 @@ def test_an_aggregated_pool_is_judged_by_the_latency_whose_predictions_are_right
     assert choice.is_met is None
 
 
+def test_steps_that_are_predicted_wrong_break_no_promise_and_take_no_kept_room() -> None:
+    sla = Sla(ttft_ms=1000.0, itl_ms=50.0)
+    views = [view(inflight=3, itl_limit_s=0.001)]
+    for kept in (None, KeptRoom(1, math.inf, 0.001)):
+        pools = kept_pool(views, kept)
+        grid, asked = one_cell(Stage.AGG, "p"), ask(isl_tokens=ISL, sla=sla)
+        choice = choose_stage(Stage.AGG, asked, grid, pools, draw=rng().random())
+        assert choice.is_met is False
+        pools["p"] = off(pools["p"], itl_basis="grid")
+        choice = choose_stage(Stage.AGG, asked, grid, pools, draw=rng().random())
+        assert choice.is_met is True
+
+
 def test_a_full_pool_leaves_the_request_to_the_next_one() -> None:
     full = view("c:1", inflight=1, max_inflight=1)
     pools = pools_with({"a": 0.0, "b": 0.0}) | {"c": pool_view("c", [full], speed=SPEED)}

@@ -280,7 +280,7 @@ def test_a_newcomer_of_another_lane_does_not_pass_one_who_waits_for_more() -> No
 
     async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
         (decode,) = w.dispatcher.fleet.pools["d-bulk"].members.values()
-        capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
+        capacity = oe.DeploymentCapacity(total_kv_blocks=107, kv_block_size=32)
         decode.set_server_info(oe.ServerInfo(capacity=capacity))
         sizes = [(FAST, 2000), (BULK, 3000), (FAST, 150), (FAST, 150)]
         for number, (sla, isl_tokens) in enumerate(sizes):
@@ -335,7 +335,7 @@ def test_who_lost_its_worker_waits_as_one_that_came_when_the_request_did() -> No
 def test_a_request_that_is_older_than_who_keeps_the_place_takes_it() -> None:
     async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
         (decode,) = w.dispatcher.fleet.pools["d-bulk"].members.values()
-        capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
+        capacity = oe.DeploymentCapacity(total_kv_blocks=107, kv_block_size=32)
         decode.set_server_info(oe.ServerInfo(capacity=capacity))
         for number, (sla, isl_tokens) in enumerate([(FAST, 2000), (BULK, 3000)]):
             await anyio.sleep(1)
@@ -380,7 +380,7 @@ def test_one_who_waits_behind_an_older_request_is_not_refused_for_a_worker_that_
         of = w.dispatcher.fleet
         (decode,) = of.pools["d-bulk"].members.values()
         (prefill,) = of.pools["p-fast"].members.values()
-        capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
+        capacity = oe.DeploymentCapacity(total_kv_blocks=107, kv_block_size=32)
         decode.set_server_info(oe.ServerInfo(capacity=capacity))
         for number, (sla, isl_tokens) in enumerate([(FAST, 2000), (BULK, 3000), (FAST, 150)]):
             tasks.start_soon(lambda n=number, s=sla, i=isl_tokens: w.submit(n, sla=s, isl_tokens=i))
