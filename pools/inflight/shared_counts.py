@@ -73,6 +73,7 @@ class GatewayCell(IntEnum):
 
     RUNNING = 0  # requests that have begun and not ended
     WAITING = 1  # those of them that wait for a worker
+    RELEGATED = 2  # those of these that are behind all others
     SEEN_S = 4  # a float: when the process last showed that it is alive
     RECEIPTS = 5  # requests that have ended
 

@@ -41,7 +41,8 @@ MaxAttempts = Annotated[
     int, typer.Option(min=1, help="Workers that one stage of a request may try.")
 ]
 MaxWaiting = Annotated[
-    int, typer.Option(min=0, help="Requests that may wait while all workers are at their limits.")
+    int,
+    typer.Option(min=0, help="Requests that may wait for a worker, and as many relegated ones."),
 ]
 ClientReceipts = Annotated[
     bool,

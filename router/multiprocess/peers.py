@@ -76,16 +76,22 @@ class PeerProcesses(PeerGateways):
     def n_waiting(self) -> int:
         return sum(n for _, n in self._counts.each_other(self._slot, GatewayCell.WAITING))
 
+    @property
+    @override
+    def n_relegated(self) -> int:
+        return sum(n for _, n in self._counts.each_other(self._slot, GatewayCell.RELEGATED))
+
     @override
     def show_running(self, n_requests: int) -> None:
         self._counts.set(self._slot, GatewayCell.RUNNING, n_requests)
 
     @override
-    def show_waiting(self, n_requests: int, oldest_s: Mapping[str, float]) -> None:
+    def show_waiting(self, n_requests: int, n_last: int, oldest_s: Mapping[str, float]) -> None:
         if not n_requests and not self._n_waiting:
             return
         self._n_waiting = n_requests
         self._counts.set(self._slot, GatewayCell.WAITING, n_requests)
+        self._counts.set(self._slot, GatewayCell.RELEGATED, n_last)
         if self._beat is None:
             self._say_alive()
         # A list, as each table is to be told: `any` of a generator would stop early.

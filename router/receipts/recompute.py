@@ -14,13 +14,13 @@ times.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from google.protobuf.message import Message
 
 from slagate.pools.fleet.pool import PoolSnapshot
-from slagate.pools.fleet_file.models import AdmissionMode
+from slagate.pools.fleet_file.models import ADMISSION_MODES, AdmissionMode
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.demand import KeptRoom
 from slagate.pools.inflight.pair_key import ANY_PAIR, PairKey
@@ -45,8 +45,6 @@ from slagate.workers.runtime.cooperative import run_at_once
 
 TOLERANCE = 1e-9
 """Relative, of seconds: other processors and libraries may round exponentials otherwise in the last bit."""
-
-ADMISSION_MODES: tuple[str, ...] = get_args(AdmissionMode)
 
 _SECONDS = ("score_s", "queued_s", "foreign_s", "pace", *SECONDS_WITH_LIMIT)
 _COUNTS = [name for name in (*FIGURES, *FIGURES_WITH_LIMIT) if name not in _SECONDS]

@@ -19,8 +19,7 @@ from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.scheduling.pairs import ALONE
-from slagate.router.scheduling.policy import NO_CONFIG, Decision, StageChoice, choose_stage
-from slagate.router.scheduling.score import RoutingRequest
+from slagate.router.scheduling.policy import Decision, StageChoice, choose_stage
 
 
 def try_bypass(
@@ -39,31 +38,19 @@ def try_bypass(
     has_both = ask.sla.ttft_ms is not None and ask.sla.itl_ms is not None
     if not ask.by_targets or not has_both or choices[0].cell.by_rule:
         return decision
-    alone = choose_alone(ask, stages[Stage.DECODE], pools, draw=draw, config=config)
-    if is_better(alone, choices):
-        return Decision(ask, (alone,), untaken=choices)
-    return Decision(ask, choices, untaken=(alone,))
-
-
-def choose_alone(
-    ask: RoutingRequest,
-    grid: StageGrid,
-    pools: Mapping[str, PoolSnapshot],
-    *,
-    draw: float,
-    config: gw.GatewayConfig = NO_CONFIG,
-) -> StageChoice:
-    """Choose a worker of the decode pools, by their `grid`, that serves a request as an aggregated one."""
-    return choose_stage(
+    alone = choose_stage(
         Stage.AGG,
         ask,
-        grid,
+        stages[Stage.DECODE],
         _WholeViews(pools),
         draw=draw,
         config=config,
         pairing=ALONE,
         says_elsewhere=False,
     )
+    if is_better(alone, choices):
+        return Decision(ask, (alone,), untaken=choices)
+    return Decision(ask, choices, untaken=(alone,))
 
 
 class _WholeViews(dict[str, PoolSnapshot]):

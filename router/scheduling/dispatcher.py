@@ -57,8 +57,8 @@ CLASSES_NOTED = 100
 class Dispatcher:
     """Assigns requests to workers of one fleet; at most `max_waiting` wait for one, here and in `peers`.
 
-    `peers` are the other gateways that send to the same workers. `choose` is the policy. `config` is the
-    configuration in force, which decisions name; `rng` draws between workers of equal score.
+    So many relegated ones may besides. `peers` are other gateways that send to the same workers. `choose`
+    is the policy. `config` is in force, and named by decisions; `rng` draws between workers of equal score.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Dispatcher:
 
     def _reported(self) -> None:
         """Somebody's load was asked for: load of others, and room that was kept, pass without a word."""
-        if self._queue.has_relegated and self._now_s() - self._stepped_s >= STEP_EVERY_S:
+        if self._queue.n_relegated and self._now_s() - self._stepped_s >= STEP_EVERY_S:
             self._stepped_s = self._now_s()
             self.step()
 
@@ -115,7 +115,7 @@ class Dispatcher:
         if self._peers.n_peers:
             pools, oldest_s = self.fleet.pools, self._queue.oldest_s()
             oldest_of = {pools[name].key: s for name, s in oldest_s.items() if name in pools}
-            self._peers.show_waiting(self._queue.n_waiting, oldest_of)
+            self._peers.show_waiting(self._queue.n_waiting, self._queue.n_relegated, oldest_of)
 
     @property
     def n_waiting(self) -> int:
@@ -355,7 +355,9 @@ class Dispatcher:
         return int(1000 * min(max(spread_s, MIN_HINT_S), MAX_HINT_S))
 
     def _wait(self, pending: PendingAssignment) -> None:
-        n_waiting = self._queue.n_waiting + self._peers.n_waiting
+        n_last = self._queue.n_relegated + self._peers.n_relegated
+        n_others = self._queue.n_waiting + self._peers.n_waiting - n_last
+        n_waiting = n_last if pending.decision.ask.yields else n_others
         if n_waiting < self._max_waiting:
             self._queue.append(pending)
             self._show_waiting()

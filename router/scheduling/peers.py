@@ -32,6 +32,11 @@ class PeerGateways:
         """Requests that wait in the peers for a worker."""
         return 0
 
+    @property
+    def n_relegated(self) -> int:
+        """Those of them that are behind all others."""
+        return 0
+
     def waited_for(self, since_s: float) -> Set[str]:
         """Pools that a request in some peer has been waiting for since before `since_s`."""
         return frozenset()
@@ -39,8 +44,8 @@ class PeerGateways:
     def show_running(self, n_requests: int) -> None:
         """Publish to the peers how many requests this gateway serves."""
 
-    def show_waiting(self, n_requests: int, oldest_s: Mapping[str, float]) -> None:
-        """Publish to the peers how many requests wait here, and for each pool since when the oldest."""
+    def show_waiting(self, n_requests: int, n_last: int, oldest_s: Mapping[str, float]) -> None:
+        """Publish how many wait here, how many of them behind all others, and since when for each pool."""
 
     def wake(self) -> None:
         """Wake the peers in which requests wait: a lease was released here."""

@@ -200,9 +200,9 @@ class WaitQueue:
         self.n_waiting = 0
 
     @property
-    def has_relegated(self) -> bool:
-        """Whether a relegated request waits."""
-        return self.n_waiting > 0 and any(line.yields for line in self._waiting())
+    def n_relegated(self) -> int:
+        """Requests among those that wait that are behind all others."""
+        return sum(len(line.requests) for line in self._waiting() if line.yields)
 
     def reserved_before(self, new: PendingAssignment) -> Set[str]:
         """Names of pools that a new request must leave to requests that came before it."""

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 import anyio
@@ -234,6 +234,24 @@ def test_max_waiting_is_for_all_processes_together(tmp_path: Path) -> None:
                 for at in range(4):
                     tasks.start_soon(client, at % 2, at * 0.002)
         assert sorted(codes) == ["OK", "OK", "OK", "RESOURCE_EXHAUSTED"]
+
+    virtual_loop.run(main)
+
+
+def test_processes_see_how_many_wait_elsewhere_and_how_many_behind_all_others(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        with closing(Opened(tmp_path, 3)) as opened:
+            first, second, third = (peers_of(opened(number)) for number in range(3))
+            first.show_waiting(5, 3, {})
+            second.show_waiting(1, 0, {})
+            seen = [(each.n_waiting, each.n_relegated) for each in (first, second, third)]
+            assert seen == [(1, 0), (5, 3), (6, 3)]
+            first.show_waiting(0, 0, {})
+            assert (third.n_waiting, third.n_relegated) == (1, 0)
+            for each in (first, second, third):
+                each.stop_beat()
 
     virtual_loop.run(main)
 

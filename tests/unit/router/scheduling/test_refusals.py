@@ -1,9 +1,12 @@
 """Admission: who is refused for a prediction, and promises, which end with their leases."""
 
 import math
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import Lease
@@ -15,6 +18,7 @@ from slagate.pools.inflight.row_view import State
 from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
@@ -285,6 +289,61 @@ def test_a_relegated_request_waits_until_a_worker_has_nothing_else_to_do() -> No
         assert "waits until a worker has nothing else to do" in explained(ticket.decision)
         ticket.outcome.release()
     assert d.n_waiting == 0
+
+
+class Elsewhere(PeerGateways):
+    """Another gateway, in which so many wait, and so many of them are relegated."""
+
+    def __init__(self, n_waiting: int, n_relegated: int) -> None:
+        super().__init__()
+        self.waits, self.waits_last = n_waiting, n_relegated
+        self.shown = (0, 0)
+
+    @property
+    @override
+    def n_waiting(self) -> int:
+        return self.waits
+
+    @property
+    @override
+    def n_relegated(self) -> int:
+        return self.waits_last
+
+    @override
+    def show_waiting(self, n_requests: int, n_last: int, oldest_s: Mapping[str, float]) -> None:
+        self.shown = (n_requests, n_last)
+
+
+@pytest.mark.parametrize("elsewhere", [(0, 0), (2, 0), (5, 5), (4, 3)])
+def test_relegated_requests_take_no_place_of_others_that_wait(elsewhere: tuple[int, int]) -> None:
+    """As many of both may wait."""
+    only = {"prefill": ["p1:1"], "decode": ["d1:1"]}
+    pools = {stage: SPEED | {"workers": workers} for stage, workers in only.items()}
+    pools["decode"] |= {"max_inflight": 1}
+    peers = Elsewhere(*elsewhere)
+    peers.n_peers = 1
+    d = Dispatcher(
+        fleet(pools=pools, objectives=CLASSES, scheduling={"admission": "on"}),
+        rng=rng(),
+        max_waiting=6,
+        peers=peers,
+    )
+    assert isinstance(outcome(d, Sla(objective="easy")), Assignment)
+    n_all, n_relegated = elsewhere
+    with ExitStack() as stack:
+
+        def wait(objective: str) -> GatewayError | Assignment | None:
+            sla = Sla(objective=objective)
+            return stack.enter_context(d.submit(ask(sla=sla), None)).outcome
+
+        for _ in range(6 - n_relegated):
+            assert wait("behind") is None
+        assert "and 6 requests wait already" in str(wait("behind"))
+        for _ in range(6 - (n_all - n_relegated)):
+            assert wait("easy") is None
+        assert "and 6 requests wait already" in str(wait("kept"))
+        assert peers.shown == (12 - n_all, 6 - n_relegated)
+    assert peers.shown == (0, 0)
 
 
 @pytest.mark.parametrize("admission", ["off", "shadow"])
