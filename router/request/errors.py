@@ -33,6 +33,9 @@ class Outcome(Enum):
 RETRY_PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata that gRPC's own retry policy obeys: when it is worth trying again."""
 
+NO_RETRY_MS = -1
+"""By a negative value gRPC clients do not try again."""
+
 
 class GatewayError(Exception):
     """An error that ends a request; each subclass has a gRPC status code and an outcome."""

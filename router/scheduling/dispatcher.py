@@ -21,16 +21,20 @@ from slagate.pools.inflight.demand import RoomKeeper
 from slagate.pools.inflight.row_view import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.request.errors import GatewayError, NoWorker, Overloaded, UnknownModel
+from slagate.router.request.errors import (
+    NO_RETRY_MS,
+    GatewayError,
+    NoWorker,
+    Overloaded,
+    UnknownModel,
+)
 from slagate.router.scheduling.bypass import try_bypass
 from slagate.router.scheduling.pairs import CANNOT_TAKE_OVER, NO_TAKER
 from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.policy import NO_CONFIG, Choose, Decision, StageChoice, choose
 from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, RoutingRequest
-from slagate.router.scheduling.targets import busy_s, is_unsure, note_protected, over_s, promised
+from slagate.router.scheduling.targets import busy_s, drain_s, is_unsure, note_protected, promised
 from slagate.router.scheduling.wait_queue import (
-    MAX_HINT_S,
-    MIN_HINT_S,
     Assignment,
     PendingAssignment,
     WaitQueue,
@@ -44,8 +48,11 @@ MODELS_TOLD = 5
 TOLD = frozenset({OTHER_MODEL, KV_TOO_SMALL, NO_TAKER, CANNOT_TAKE_OVER})
 """Reasons that a refused client is told, beside that nobody is ready."""
 
+MIN_HINT_S, MAX_HINT_S = 0.1, 30.0
+"""The bounds of what retry delays are drawn around."""
+
 HINT_SPREAD = 0.25
-"""The part by which retry delays of predicted misses are drawn shorter or longer."""
+"""The part by which retry delays are drawn shorter or longer, or all who were refused come back at once."""
 
 STEP_EVERY_S = 0.25
 """Load reports of many workers step the queue for relegated requests no more often than that."""
@@ -305,8 +312,7 @@ class Dispatcher:
         if has_to_wait:
             return
         if pending.decision.admission == "refused":
-            why = misses(pending.decision)
-            pending.settle(Overloaded(why, retry_after_ms=self._drain_ms(choices)))
+            pending.settle(self._refusal(pending.decision))
             return
         asked = pending.decision.ask
         if asked.is_protected and not asked.sla.is_final:  # a retry was learnt from when it came
@@ -348,11 +354,30 @@ class Dispatcher:
                     assert choice.row is not None
                     pool.room.add_busy(busy_s(scored, choice.row), self._now_s())
 
-    def _drain_ms(self, choices: Iterable[StageChoice]) -> int:
-        """When to come back: once the queues are short enough, but not all who were refused at once."""
-        drain_s = max(over_s(choice.scored) for choice in choices)
-        spread_s = drain_s * self._rng.uniform(1 - HINT_SPREAD, 1 + HINT_SPREAD)
-        return int(1000 * min(max(spread_s, MIN_HINT_S), MAX_HINT_S))
+    def _refusal(self, decision: Decision) -> Overloaded:
+        """Why a request is refused that is predicted to miss, and when it would fit, if ever."""
+        why, last = misses(decision), decision.stages[-1]
+        answer_tokens = self.fleet.answers.short_tokens("")
+        until_s = max(
+            drain_s(
+                choice.scored,
+                () if choice is last else last.scored,
+                answer_tokens=answer_tokens,
+            )
+            for choice in decision.stages
+            if choice.is_met is False
+        )
+        if until_s == math.inf:
+            why += (
+                "; no worker there would meet it with nothing else to do, so a retry is of no use"
+            )
+            return Overloaded(why, retry_after_ms=NO_RETRY_MS)
+        return Overloaded(why, retry_after_ms=self._hint_ms(until_s))
+
+    def _hint_ms(self, until_s: float) -> int:
+        """When to come back, milliseconds: about then, within bounds."""
+        spread = self._rng.uniform(1 - HINT_SPREAD, 1 + HINT_SPREAD)
+        return int(1000 * min(max(until_s, MIN_HINT_S), MAX_HINT_S) * spread)
 
     def _wait(self, pending: PendingAssignment) -> None:
         n_last = self._queue.n_relegated + self._peers.n_relegated
@@ -364,7 +389,7 @@ class Dispatcher:
             return
         others = f"{n_waiting} requests wait already" if n_waiting else "none may wait"
         why = f"{_why(pending.decision)}, and {others}"
-        pending.settle(Overloaded(why, retry_after_ms=self._queue.hint_ms(pending)))
+        pending.settle(Overloaded(why, retry_after_ms=self._hint_ms(self._queue.turn_s(pending))))
 
     def _unserved(self, model: str) -> GatewayError:
         """Why no worker serves a model."""

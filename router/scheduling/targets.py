@@ -251,19 +251,60 @@ def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
     return Work(*work[:3], due_s, itl_limit_s, stall_s)
 
 
-def over_s(pools: Iterable[ScoredPool]) -> float:
-    """Seconds until a row of these pools could meet the TTFT of a request that misses it; 0: not known."""
+def drain_s(
+    pools: Iterable[ScoredPool], takers: Iterable[ScoredPool], *, answer_tokens: float
+) -> float:
+    """Seconds until a row of these pools is predicted to fit a request that comes then; infinite: never.
+
+    A queue has to become shorter by what makes the first token late. Of a batch so many answers have to end
+    as make its step too long, one after the other, as those of `answer_tokens` do. Where only promises or
+    kept room are in the way, all of the queue or one answer has to. `takers` are the next stage's pools.
+    """
+    idle_later_s = min(map(_idle_first_s, takers), default=0.0)
     found = math.inf
     for scored in pools:
-        rows, late_s = scored.open_rows(), scored.ttft_s
-        if late_s is None or scored.ask.sla.ttft_ms is None:
-            continue
-        late_s = (late_s if rows is None else late_s[rows]) + scored.later_s
-        if (line := scored.pool.estimator.ttft_calibration) is not None:
-            late_s = line.typical_s(late_s)
-        if len(late_s):
-            found = min(found, float(late_s.min()) - _left_s(scored))
-    return max(0.0, found) if found < math.inf else 0.0
+        each_s, rows = _drains_s(scored, idle_later_s, answer_tokens), scored.open_rows()
+        open_s = each_s if rows is None else each_s[rows]
+        least_s = open_s.min(initial=math.inf)
+        # Rows at their limits may fit later.
+        found = min(found, float(least_s if least_s < math.inf else each_s.min(initial=math.inf)))
+    return found
+
+
+def _idle_first_s(scored: ScoredPool) -> float:
+    """Predicted seconds to the first token on a decode worker that has no other request."""
+    of, ask = scored.pool.estimator, scored.ask
+    step_s = of.itl_s(1, ask.isl_tokens + ask.growth_tokens)
+    return of.ttft_s(step_s + of.transfer_s(ask.isl_tokens))
+
+
+def _drains_s(scored: ScoredPool, idle_later_s: float, answer_tokens: float) -> Floats:
+    """`drain_s` of each row, f64[n_rows]."""
+    rows, of, ask = scored.pool.rows, scored.pool.estimator, scored.ask
+    drains_s = turns_s = np.zeros(len(rows))
+    if scored.ttft_s is not None and scored.work_s is not None:
+        turns_s = rows.load_s * of.coefficients.prefill_scale
+        if ask.sla.ttft_ms is not None and of.ttft_basis != "grid" and of.predicts_prefill:
+            late_s = scored.ttft_s + scored.later_s
+            idle_s = of.ttft_many(scored.work_s * rows.pace) + idle_later_s
+            if (line := of.ttft_calibration) is not None:
+                late_s, idle_s = line.typical_s(late_s), line.typical_s(idle_s)
+            limit_s = TTFT_SHARE * ask.sla.ttft_ms / 1000
+            drains_s = np.where(idle_s > limit_s, math.inf, late_s - limit_s)
+    if scored.itl_s is not None:
+        itl_s, alone_s = scored.itl_s, rows.pace * of.itl_s(1, ask.isl_tokens + ask.growth_tokens)
+        if (line := of.itl_calibration) is not None:
+            itl_s, alone_s = line.typical_s(itl_s), line.typical_s(alone_s)
+        n_others = np.maximum(1, rows.batch - 1)
+        end_s = answer_tokens * itl_s / n_others
+        turns_s = np.maximum(turns_s, end_s)
+        if ask.sla.itl_ms is not None and of.itl_basis != "grid" and of.predicts_itl:
+            limit_s = _itl_limit_s(scored, ask.sla.itl_ms)
+            n_over = np.ceil((itl_s - limit_s) / np.maximum(1e-12, (itl_s - alone_s) / n_others))
+            ends_s = np.minimum(n_over, n_others) * end_s
+            drains_s = np.maximum(drains_s, np.where(alone_s > limit_s, math.inf, ends_s))
+    found: Floats = np.where(drains_s > 0.0, drains_s, turns_s)
+    return found
 
 
 def _left_s(scored: ScoredPool) -> float:

@@ -21,9 +21,6 @@ from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import LIMITS, RoutingRequest
 
-MIN_HINT_S, MAX_HINT_S = 0.1, 30.0
-"""The shortest and the longest retry delay, in seconds, that a refused client is given."""
-
 
 class Assignment:
     """The workers of one request: a lease for each stage."""
@@ -173,11 +170,10 @@ class _WaitLine:
             self._interval_s = old_s + 0.2 * (interval_s - old_s)
         self._last_s = now_s
 
-    def hint_ms(self) -> int:
+    def turn_s(self) -> float:
         if self._interval_s is None:
-            return Overloaded.default_retry_ms
-        drain_s = self._interval_s * (len(self.requests) + 1)
-        return int(1000 * min(max(drain_s, MIN_HINT_S), MAX_HINT_S))
+            return Overloaded.default_retry_ms / 1000
+        return self._interval_s * (len(self.requests) + 1)
 
 
 class WaitQueue:
@@ -238,10 +234,10 @@ class WaitQueue:
         self.n_waiting = 0
         return sorted(found, key=lambda pending: pending.since_s)
 
-    def hint_ms(self, pending: PendingAssignment) -> int:
-        """The retry delay for a refused request: when its line would be served, at the present rate."""
+    def turn_s(self, pending: PendingAssignment) -> float:
+        """Seconds until a request's line would be served, at the present rate; a guess without one."""
         line = self._lines.get(pending.line)
-        return Overloaded.default_retry_ms if line is None else line.hint_ms()
+        return Overloaded.default_retry_ms / 1000 if line is None else line.turn_s()
 
     def step(self, pool: str | None) -> Iterator[tuple[PendingAssignment, Set[str]]]:
         """Yield the first request of each line, oldest first, with the pools it must leave to older ones.

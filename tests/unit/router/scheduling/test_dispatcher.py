@@ -167,7 +167,7 @@ def test_score_04_full_workers_are_passed_over_and_a_full_pool_is_overloaded() -
     with pytest.raises(Overloaded, match="every worker of pool agg is at its limit") as caught:
         assign(d)
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert dict(caught.value.status().trailers)[RETRY_PUSHBACK] == "1000"
+    assert 750 <= int(dict(caught.value.status().trailers)[RETRY_PUSHBACK]) <= 1250
     freed = held.pop()
     freed.release()
     assert assign(d).members == freed.members

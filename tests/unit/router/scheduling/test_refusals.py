@@ -12,17 +12,17 @@ from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import Lease
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.demand import OWN_PROMPTS
+from slagate.pools.inflight.demand import OWN_PROMPTS, RoomKeeper
 from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.row_view import State
-from slagate.router.request.errors import GatewayError, Overloaded
+from slagate.router.request.errors import RETRY_PUSHBACK, GatewayError, Overloaded
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.peers import PeerGateways
-from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE
+from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE, drain_s
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
-from support.builders import MODEL, PROFILE, ask, fleet, model_info, put_in, rng, take_now
+from support.builders import MODEL, PROFILE, ask, config, fleet, model_info, put_in, rng, take_now
 from support.fleet.files import disagg_file
 
 SPEED = {"profile": PROFILE, "tp": 1}
@@ -70,7 +70,8 @@ def test_with_admission_on_who_is_shed_is_refused_and_holds_nothing(mode: str) -
     stage, only = ("prefill", "prefill") if mode == "disagg" else ("agg", "agg")
     assert str(refused) == (
         f"{stage}: it is predicted to miss its TTFT target of 0.001 ms"
-        f" in every pool that it may use ({only})"
+        f" in every pool that it may use ({only}); no worker there would meet it with nothing else to do,"
+        " so a retry is of no use"
     )
     assert inflight(d.fleet) == 0
     assert d.n_waiting == 0
@@ -289,6 +290,123 @@ def test_a_relegated_request_waits_until_a_worker_has_nothing_else_to_do() -> No
         assert "waits until a worker has nothing else to do" in explained(ticket.decision)
         ticket.outcome.release()
     assert d.n_waiting == 0
+
+
+def at_rest(mode: str = "disagg", **classes: dict[str, object]) -> Dispatcher:
+    """Where the clock stands still, so that queues stay as they are."""
+    stages = ("prefill", "decode") if mode == "disagg" else ("agg",)
+    modes = {"admission": "on"}
+    file = config(mode, pools=dict.fromkeys(stages, SPEED), objectives=classes, scheduling=modes)
+    made = Fleet(prepare(file), now_s=lambda: 0.0)
+    for each in made.members():
+        each.set_models({MODEL: model_info()})
+        each.probe_ok()
+    return Dispatcher(made, rng=rng(), now_s=lambda: 0.0)
+
+
+def hints(d: Dispatcher, sla: Sla, n: int = 20, **more: Any) -> list[int]:
+    """The retry delays of as many refusals, milliseconds."""
+    found = []
+    for _ in range(n):
+        with d.submit(ask(sla=sla, **more), None) as ticket:
+            assert isinstance(ticket.outcome, Overloaded)
+            found.append(int(dict(ticket.outcome.status().trailers)[RETRY_PUSHBACK]))
+    return found
+
+
+def check_spread(found: list[int], about_s: float) -> None:
+    """Within a quarter of it, on both sides, and hardly any two alike."""
+    assert 0.75 * about_s <= min(found) / 1000 + 1e-3
+    assert min(found) < 1000 * about_s < max(found) <= 1250 * about_s
+    assert len(set(found)) > len(found) / 2
+
+
+@pytest.mark.parametrize("queued_s", [0.05, 0.5, 5.0, 25.0, 60.0, 1000.0])
+def test_a_retry_delay_is_when_the_shortest_queue_fits(queued_s: float) -> None:
+    """Also at its bounds, of 0.1 s and 30 s, those who were refused do not come back at once."""
+    idle = at_rest(own={"ttft_ms": 60_000}).explain(ask(sla=Sla(objective="own")))
+    own_s = idle.stages[0].first_token_s
+    d = at_rest(own={"ttft_ms": 1010 * own_s / TTFT_SHARE})
+    for row, more_s in enumerate([queued_s, 2 * queued_s]):
+        d.fleet.pools["prefill"].lease(row, Work(10_000, 0.01 * own_s + more_s, 0))
+    check_spread(hints(d, Sla(objective="own")), min(max(queued_s, 0.1), 30.0))
+
+
+def test_a_retry_delay_for_itl_is_when_so_many_answers_have_ended_that_it_fits() -> None:
+    d = at_rest(own={"itl_ms": 12})
+    of = d.fleet.pools["decode"]
+    leases = [of.lease(row, Work(0, 0.0, 4000)) for row in (0, 1) for _ in range(60)]
+    choice = d.explain(ask(sla=Sla(objective="own"))).stages[-1]
+    itl_s, n_tokens = choice.won.itl_s, d.fleet.answers.short_tokens("")
+    assert itl_s is not None
+    n_ended = 0
+    while d.explain(ask(sla=Sla(objective="own"))).is_met is False:
+        leases[n_ended].release()
+        n_ended += 1
+    assert n_ended > 5
+    for number in range(n_ended):
+        of.lease(0, leases[number].work)
+    # All 60 end in the time of one answer; by batches steps become longer about as on a straight line.
+    about_s = drain_s(choice.scored, (), answer_tokens=n_tokens)
+    assert about_s == pytest.approx(n_ended / 60 * n_tokens * itl_s.item(0), rel=0.1)
+    check_spread(hints(d, Sla(objective="own")), about_s)
+
+
+def test_a_retry_delay_is_that_of_the_stage_that_takes_longest() -> None:
+    d = at_rest(own={"ttft_ms": 500, "itl_ms": 12})
+    for row in (0, 1):
+        for _ in range(60):
+            d.fleet.pools["decode"].lease(row, Work(0, 0.0, 4000))
+    before = hints(d, Sla(objective="own"))
+    assert max(before) < 5000
+    for row in (0, 1):
+        d.fleet.pools["prefill"].lease(row, Work(10_000, 20.0, 0))
+    assert min(hints(d, Sla(objective="own"))) > 10_000
+
+
+def test_room_that_is_kept_is_waited_for_until_a_queue_or_an_answer_ends() -> None:
+    d = at_rest(own={"ttft_ms": 10_000, "itl_ms": 50})
+    prefill, decode = d.fleet.pools["prefill"], d.fleet.pools["decode"]
+    prefill.room, decode.room = RoomKeeper(), RoomKeeper()
+    prefill.room.note_ttft(2.0, 0.1)
+    prefill.room.add_busy(100.0, 0.0)
+    for row, queued_s in enumerate([4.0, 7.0]):
+        prefill.lease(row, Work(10_000, queued_s, 0))
+    check_spread(hints(d, Sla(objective="own")), 4.0)
+    prefill.room = None
+    itl_s = d.explain(ask(sla=Sla(objective="own"))).stages[-1].won.itl_s
+    assert itl_s is not None
+    decode.room.note_itl(0.5 * itl_s.item(0))
+    decode.room.add_busy(100.0, 0.0)
+    check_spread(hints(d, Sla(objective="own")), d.fleet.answers.short_tokens("") * itl_s.item(0))
+
+
+@pytest.mark.parametrize(
+    "targets", [{"ttft_ms": 10.0}, {"itl_ms": 0.1}, {"ttft_ms": 10.0, "itl_ms": 50.0}], ids=str
+)
+@pytest.mark.parametrize("mode", ["disagg", "agg"])
+def test_who_would_fit_on_no_idle_worker_is_told_not_to_come_back(
+    mode: str, targets: dict[str, float]
+) -> None:
+    """By a negative pushback, as gRPC has it; also where others are served."""
+    d = at_rest(mode)
+    assert set(hints(d, Sla(**targets), isl_tokens=7000)) == {-1}
+    for pool in d.fleet.pools.values():
+        for row in (0, 1):
+            pool.lease(row, Work(1000, 1.0, 4000))
+    assert set(hints(d, Sla(**targets), isl_tokens=7000)) == {-1}
+    refused = d.submit(ask(isl_tokens=7000, sla=Sla(**targets)), None).outcome
+    assert str(refused).endswith("with nothing else to do, so a retry is of no use")
+
+
+def test_who_would_fit_on_idle_decode_workers_is_told_to_come_back() -> None:
+    """What it waits for there is the first decode step."""
+    idle = at_rest(own={"ttft_ms": 60_000}).explain(ask(sla=Sla(objective="own")))
+    d = at_rest(own={"ttft_ms": 1001 * idle.stages[0].first_token_s / TTFT_SHARE})
+    for row in (0, 1):
+        for _ in range(100):
+            d.fleet.pools["decode"].lease(row, Work(0, 0.0, 4000))
+    assert min(hints(d, Sla(objective="own"))) > 0
 
 
 class Elsewhere(PeerGateways):
