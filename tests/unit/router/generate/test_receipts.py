@@ -54,7 +54,8 @@ def test_a_predicted_miss_says_so_and_why_it_was_refused() -> None:
                 "t is predicted to miss its TTFT target of 0.001 ms in every pool that it may use"
             )
             assert answer.status.code is Code.RESOURCE_EXHAUSTED
-            assert answer.status.message == f"prefill: i{missed} (prefill)"
+            why = "no worker there would meet it with nothing else to do, so a retry is of no use"
+            assert answer.status.message == f"prefill: i{missed} (prefill); {why}"
             decision = answer.receipt.decision
             assert (decision.admission, decision.stages[0].is_met) == ("refused", False)
             assert f"I{missed} (prefill)." in decision.text
