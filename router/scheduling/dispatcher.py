@@ -231,8 +231,10 @@ class Dispatcher:
             if reserved:
                 self._leave_reserved(pending, reserved)
             choices = pending.decision.stages
-            # Not refused before its turn: workers that are down now may be back by then.
-            if not any(choice.row is not None and choice.pool in reserved for choice in choices):
+            # For want of workers not before its turn: those that are down now may be back by then.
+            is_refused = pending.decision.admission == "refused"
+            is_reserved = any(each.row is not None and each.pool in reserved for each in choices)
+            if is_refused or not is_reserved:
                 self._settle(pending, reserved)
         except GatewayError as error:
             pending.settle(error)  # another configuration, that has no place for it
@@ -297,8 +299,8 @@ class Dispatcher:
     def _settle(self, pending: PendingAssignment, reserved: Set[str]) -> None:
         """Take the leases of a request's decision, or refuse it, or do nothing: then it has to wait.
 
-        It is refused where a stage has nobody that would be worth waiting for. It waits where a stage has
-        nobody now, or somebody of a pool that is reserved for older requests.
+        It is refused where a stage has nobody that would be worth waiting for, or admission says so. It
+        waits where a stage has nobody now, or somebody of a pool that is reserved for older requests.
         """
         if reserved:
             self._leave_reserved(pending, reserved)
@@ -309,10 +311,10 @@ class Dispatcher:
                 pending.settle(NoWorker(_nobody(choice)))
                 return
             has_to_wait |= choice.row is None or choice.pool in reserved
-        if has_to_wait:
-            return
         if pending.decision.admission == "refused":
-            pending.settle(self._refusal(pending.decision))
+            pending.settle(self._refusal(pending))
+            return
+        if has_to_wait:
             return
         asked = pending.decision.ask
         if asked.is_protected and not asked.sla.is_final:  # a retry was learnt from when it came
@@ -354,8 +356,9 @@ class Dispatcher:
                     assert choice.row is not None
                     pool.room.add_busy(busy_s(scored, choice.row), self._now_s())
 
-    def _refusal(self, decision: Decision) -> Overloaded:
+    def _refusal(self, pending: PendingAssignment) -> Overloaded:
         """Why a request is refused that is predicted to miss, and when it would fit, if ever."""
+        decision = pending.decision
         why, last = misses(decision), decision.stages[-1]
         answer_tokens = self.fleet.answers.short_tokens("")
         until_s = max(
@@ -372,6 +375,8 @@ class Dispatcher:
                 "; no worker there would meet it with nothing else to do, so a retry is of no use"
             )
             return Overloaded(why, retry_after_ms=NO_RETRY_MS)
+        if any(choice.row is None for choice in decision.stages):
+            until_s = max(until_s, self._queue.turn_s(pending))
         return Overloaded(why, retry_after_ms=self._hint_ms(until_s))
 
     def _hint_ms(self, until_s: float) -> int:

@@ -122,7 +122,7 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     def reasons(self) -> set[str]:
         """Every reason for which some row, of any pool that was looked at, may not be chosen."""
         found = set().union(*(each.reasons for each in self.scored))
-        if self.row is None and self.is_met is False:
+        if self.ask.yields and self.row is None and self.is_met is False:
             found.add(YIELDS)
         return found
 
@@ -365,10 +365,8 @@ def choose_stage(
     scored: dict[str, ScoredPool] = {}
     name, row, is_met, starved = place.order[0], None, None, False
     would_meet: tuple[str, ...] = ()
-
     score = partial(score_pool, stage, ask, pairing=pairing, later_s=later_s)
-    if known:
-        score = partial(_known_or, known, score)
+    score = partial(_known_or, known, score) if known else score
     has_target = (ask.sla.ttft_ms is not None and stage is not Stage.DECODE) or (
         ask.sla.itl_ms is not None and stage is not Stage.PREFILL
     )
@@ -384,6 +382,8 @@ def choose_stage(
             row, starved = scored[name].pick(draw)
             if row is not None:
                 break
+        if row is None and has_target and ask.by_targets and _has_passed(ask, stage):
+            is_met = False
     return StageChoice(
         stage=stage,
         ask=ask,
@@ -402,6 +402,12 @@ def choose_stage(
         pool_stage=Stage.DECODE if pairing is ALONE else stage,
         would_meet=would_meet,
     )
+
+
+def _has_passed(ask: RoutingRequest, stage: Stage) -> bool:
+    """Whether all of the TTFT target was over before a worker of the stage could be had."""
+    ttft_ms = ask.sla.ttft_ms
+    return stage is not Stage.DECODE and ttft_ms is not None and 1000 * ask.elapsed_s > ttft_ms
 
 
 def _place(ask: RoutingRequest, grid: StageGrid) -> Placement:

@@ -110,6 +110,13 @@ class PendingAssignment:
         assert self.outcome is not None
         return self.outcome
 
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether its time to the first token is over, and it was not decided since."""
+        ask, waits_ms = self.decision.ask, 1000 * (now_s - self.since_s)
+        if ask.sla.ttft_ms is None or ask.sla.is_final or not ask.by_targets:
+            return False
+        return 1000 * ask.elapsed_s <= ask.sla.ttft_ms < waits_ms
+
     @property
     def line(self) -> Hashable:
         """The key of its line in the queue: model, orders of pools by stage, what a retry is bound to."""
@@ -159,10 +166,11 @@ class _WaitLine:
             return set()
         return self.pools
 
-    def pop_served(self, now_s: float) -> None:
-        self.requests.popleft()
+    def pop_first(self, now_s: float) -> None:
+        is_served = isinstance(self.requests.popleft().outcome, Assignment)
         if not self.requests:
             self._last_s = None  # when the next one comes says nothing of how fast workers get free
+        if not self.requests or not is_served:
             return
         if self._last_s is not None:
             interval_s = now_s - self._last_s
@@ -243,8 +251,9 @@ class WaitQueue:
         """Yield the first request of each line, oldest first, with the pools it must leave to older ones.
 
         If the caller settles a request before it asks for the next, the one behind it comes to its turn; if
-        not, its line waits on. With `pool`, lines that wait for other pools are left out. A step in a step
-        yields nothing.
+        not, its line waits on; but behind the first one those whose time to the first token is over are
+        yielded once. With `pool`, lines that wait for other pools are left out. A step in a step yields
+        nothing.
         """
         if self._is_stepping or not self.n_waiting:
             return
@@ -263,17 +272,22 @@ class WaitQueue:
                     of_older = self._reserved_for(first, reserved)
                     yield first, of_older
                     if first.outcome is not None:
-                        self._served(line, first)
+                        self._settled(line, first)
                         if line.requests:
                             heapq.heappush(heads, (line.yields, line.requests[0].since_s, n, line))
                         continue
                     line.wait_for(first.decision, of_older)
+                for late in [each for each in line.requests if each.is_overdue(self._now_s())]:
+                    yield late, reserved | line.pools
+                    if late.outcome is not None:
+                        line.requests.remove(late)
+                        self._removed(line, late)
                 reserved |= line.reserved
         finally:
             self._is_stepping = False
 
-    def _served(self, line: _WaitLine, pending: PendingAssignment) -> None:
-        line.pop_served(self._now_s())
+    def _settled(self, line: _WaitLine, pending: PendingAssignment) -> None:
+        line.pop_first(self._now_s())
         self._removed(line, pending)
         if line.requests:
             # The next one was not decided for yet; it waits for no less than the one before it did.

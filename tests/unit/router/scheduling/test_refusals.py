@@ -19,6 +19,7 @@ from slagate.router.request.errors import RETRY_PUSHBACK, GatewayError, Overload
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.peers import PeerGateways
+from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE, drain_s
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
@@ -407,6 +408,152 @@ def test_who_would_fit_on_idle_decode_workers_is_told_to_come_back() -> None:
         for _ in range(100):
             d.fleet.pools["decode"].lease(row, Work(0, 0.0, 4000))
     assert min(hints(d, Sla(objective="own"))) > 0
+
+
+def with_limit(stage: str, clock: list[float], **more: Any) -> Dispatcher:
+    """With one request that holds the only worker of a stage, below whose limit there is no more."""
+    names = {"prefill": "p", "decode": "d"} if stage != "agg" else {"agg": "a"}
+    pools = {name: SPEED | {"workers": [f"{at}:1"]} for name, at in names.items()}
+    pools[stage] |= {"max_inflight": 1}
+    mode = "agg" if stage == "agg" else "disagg"
+    classes = {"own": {"ttft_ms": 300}, "bulk": {"ttft_ms": 300, "policy": "relegate"}}
+    classes["kept"] = {"ttft_ms": 300, "policy": "protect"}
+    modes = more.pop("scheduling", {"admission": "on"})
+    made = Fleet(
+        prepare(config(mode, pools=pools, objectives=classes, scheduling=modes, **more)),
+        now_s=lambda: clock[0],
+    )
+    for each in made.members():
+        each.set_models({MODEL: model_info()})
+        each.probe_ok()
+    return Dispatcher(made, rng=rng(), now_s=lambda: clock[0])
+
+
+def test_a_miss_is_refused_whatever_another_stage_waits_for() -> None:
+    clock = [0.0]
+    d = with_limit("decode", clock)
+    held = d.fleet.pools["decode"].lease(0, Work(0, 0.0, 4000))
+    for _ in range(2):  # the second time with somebody before it
+        queued = d.fleet.pools["prefill"].lease(0, Work(10_000, 60.0, 0))
+        assert d.explain(ask(sla=Sla(objective="own"))).admission == "refused"
+        refused = outcome(d, Sla(objective="own"))
+        assert isinstance(refused, Overloaded)
+        assert "prefill: it is predicted to miss" in str(refused)
+        queued.release()
+        d.submit(ask(sla=Sla()), None)
+    assert d.n_waiting == 2
+    held.release()
+    assert d.n_waiting == 1
+
+
+def test_who_waits_is_refused_once_it_is_predicted_to_miss() -> None:
+    clock = [0.0]
+    d = with_limit("decode", clock)
+    held = d.fleet.pools["decode"].lease(0, Work(0, 0.0, 4000))
+    waits = d.submit(ask(sla=Sla(objective="own")), None)
+    other = d.submit(ask(sla=Sla()), None)
+    assert waits.outcome is other.outcome is None
+    d.fleet.pools["prefill"].lease(0, Work(10_000, 60.0, 0))
+    d.step()
+    assert isinstance(waits.outcome, Overloaded)
+    assert (other.outcome, d.n_waiting) == (None, 1)
+    held.release()
+    assert isinstance(other.outcome, Assignment)
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode", "agg"])
+@pytest.mark.parametrize("objective", ["own", "kept", "bulk"])
+def test_who_waits_is_refused_once_its_time_to_the_first_token_has_passed(
+    stage: str, objective: str
+) -> None:
+    """Where no worker is below its limit nothing is predicted, but this is certain."""
+    clock = [0.0]
+    d = with_limit(stage, clock)
+    lease = d.fleet.pools[stage].lease(0, Work(0, 0.0, 4000))
+    tickets = [d.submit(ask(sla=Sla(objective=objective)), None) for _ in range(3)]
+    for clock[0] in (0.1, 0.2):
+        d.step()
+        assert [each.outcome for each in tickets] == [None] * 3
+    clock[0] = 0.301
+    d.step()
+    if objective == "own":
+        assert all(isinstance(each.outcome, Overloaded) for each in tickets)
+        assert {each.decision.admission for each in tickets} == {"refused"}
+        assert d.n_waiting == 0
+        for each in tickets:
+            assert "is predicted to miss its TTFT target of 300 ms" in str(each.outcome)
+            assert isinstance(each.outcome, Overloaded)
+            assert each.outcome.retry_after_ms >= 750
+        return
+    assert [each.outcome for each in tickets] == [None] * 3
+    became = "served" if objective == "kept" else "relegated"
+    assert tickets[0].decision.admission == became
+    lease.release()
+    assert isinstance(tickets[0].outcome, Assignment)
+
+
+def test_so_is_who_waits_behind_others_and_each_is_decided_for_that_once() -> None:
+    clock, decided = [0.0], [0]
+    d = with_limit("prefill", clock)
+    lease = d.fleet.pools["prefill"].lease(0, Work(0, 0.0, 4000))
+    names = ["", "own", "kept", "own", "kept", ""]
+    tickets = [d.submit(ask(sla=Sla(objective=name)), None) for name in names]
+    choose = d._choose_workers
+
+    def counted(*args: Any, **more: Any) -> Decision:
+        decided[0] += 1
+        return choose(*args, **more)
+
+    d._choose_workers = counted
+    clock[0] = 0.301
+    for n_decided in (5, 6, 7):  # the first of the line each time
+        d.step()
+        assert decided[0] == n_decided
+        refused = [isinstance(each.outcome, Overloaded) for each in tickets]
+        assert refused == [name == "own" for name in names]
+        assert d.n_waiting == 4
+    assert [each.decision.admission for each in tickets[1:5]] == ["refused", "served"] * 2
+    lease.release()
+    assert isinstance(tickets[0].outcome, Assignment)
+    assert tickets[2].outcome is None
+
+
+@pytest.mark.parametrize("admission", ["off", "shadow"])
+def test_without_admission_who_waits_is_not_refused(admission: str) -> None:
+    clock = [0.0]
+    d = with_limit("prefill", clock, scheduling={"admission": admission})
+    lease = d.fleet.pools["prefill"].lease(0, Work(0, 0.0, 4000))
+    ticket = d.submit(ask(sla=Sla(objective="own")), None)
+    clock[0] = 1.0
+    d.step()
+    assert ticket.outcome is None
+    lease.release()
+    assert isinstance(ticket.outcome, Assignment)
+
+
+def test_refusals_of_who_waits_do_not_count_as_turns() -> None:
+    """The next one is told how fast workers get free, not how fast others gave up."""
+    clock = [0.0]
+    d = with_limit("prefill", clock)
+    queue = d._queue
+    lease = d.fleet.pools["prefill"].lease(0, Work(0, 0.0, 4000))
+    served = [d.submit(ask(sla=Sla()), None) for _ in range(8)]
+    for at in range(6):
+        clock[0] = 2.0 * at
+        lease.release()
+        found = served[at].outcome
+        assert isinstance(found, Assignment)
+        lease = found.leases[Stage.PREFILL]
+    assert queue.turn_s(served[-1]) == pytest.approx(2.0 * 3)
+    late = [d.submit(ask(sla=Sla(objective="own")), None) for _ in range(8)]
+    for each in served[6:]:
+        with each:
+            pass
+    clock[0] += 1.0
+    d.step()
+    assert all(isinstance(each.outcome, Overloaded) for each in late)
+    with d.submit(ask(sla=Sla()), None) as last:
+        assert queue.turn_s(last) == pytest.approx(2.0 * 2)
 
 
 class Elsewhere(PeerGateways):
