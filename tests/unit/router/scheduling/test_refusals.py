@@ -15,7 +15,9 @@ from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.demand import OWN_PROMPTS, RoomKeeper
 from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.row_view import State
-from slagate.router.request.errors import RETRY_PUSHBACK, GatewayError, Overloaded
+from slagate.router.metrics import Metrics
+from slagate.router.receipts.record import Record
+from slagate.router.request.errors import RETRY_PUSHBACK, GatewayError, Outcome, Overloaded
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.peers import PeerGateways
@@ -554,6 +556,20 @@ def test_refusals_of_who_waits_do_not_count_as_turns() -> None:
     assert all(isinstance(each.outcome, Overloaded) for each in late)
     with d.submit(ask(sla=Sla()), None) as last:
         assert queue.turn_s(last) == pytest.approx(2.0 * 2)
+
+
+def test_a_relegated_request_is_counted_also_where_it_ends_while_it_waits() -> None:
+    d = one_worker()
+    assert isinstance(outcome(d, Sla(objective="easy")), Assignment)
+    with d.submit(ask(sla=Sla(objective="behind")), None) as ticket:
+        assert ticket.outcome is None
+    assert d.n_waiting == 0
+    assert (ticket.decision.admission, ticket.decision.class_name) == ("relegated", "behind")
+    metrics, record = Metrics(), Record(0.0, decision=ticket.decision)
+    metrics.measure(record, Outcome.CANCELLED, record.latencies())
+    labels = {"class": "behind", "admission": "relegated"}
+    name = "slagate_predicted_misses_total"
+    assert metrics.registry.get_sample_value(name, labels) == 1.0
 
 
 class Elsewhere(PeerGateways):
