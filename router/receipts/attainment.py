@@ -40,7 +40,8 @@ class Attainment:
 
     A prefill cell is judged by TTFT, a decode cell by ITL, an agg cell by both. What a decode worker
     serves alone counts in its decode cell, and in none of prefill. A request that ended without its answer
-    counts up to the stage in which it ended, and not in later ones.
+    counts up to the stage in which it ended, and not in later ones; one that was refused for a prediction
+    ended in the first stage that is predicted to miss.
     """
 
     def __init__(self, version: str) -> None:
@@ -90,8 +91,10 @@ class Attainment:
 
 
 def _ended_in(record: Record, decision: Decision) -> Stage:
-    """The stage of the last call to a worker; before there was one, the stage that had nobody."""
+    """The stage of the last call to a worker; before there was one, that which had nobody, or is late."""
     if record.attempts:
         return record.attempts[-1].choice.stage
     choices = decision.stages
+    if decision.admission == "refused":
+        return next(each for each in choices if each.is_met is False).stage
     return next((each for each in choices if each.row is None), choices[0]).stage

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc
+import msgspec
 import pytest
 
 from slagate.pools.grid.grid import Axis, Stage, StageGrid
@@ -192,6 +193,33 @@ def test_a_request_counts_up_to_the_stage_that_failed() -> None:
         (waited, in_prefill),
     ):
         assert counted(one, outcome=Outcome.UNAVAILABLE) == expected
+
+
+@pytest.mark.parametrize(
+    ("met", "failed_in"),
+    [
+        ((True, False), Stage.DECODE),
+        ((None, False), Stage.DECODE),
+        ((False, True), Stage.PREFILL),
+        ((False, None), Stage.PREFILL),
+        ((False, False), Stage.PREFILL),
+    ],
+    ids=str,
+)
+def test_a_refusal_counts_in_the_stage_that_is_predicted_to_miss(
+    met: tuple[bool | None, ...], failed_in: Stage
+) -> None:
+    """Whether or not the other one has a worker."""
+    for down in ([], [Stage.PREFILL, Stage.DECODE]):
+        made = record(**BOTH, down=down)
+        assert made.decision is not None
+        for choice, is_met in zip(made.decision.stages, met, strict=True):
+            made.decision = made.decision.replace(msgspec.structs.replace(choice, is_met=is_met))
+        made.decision = msgspec.structs.replace(made.decision, admission="refused")
+        found = counted(made, outcome=Outcome.OVERLOADED)
+        gone = CellTraffic(1, n_met=0, n_judged=1, n_failed=1)
+        missed = {"prefill": {(0, 0): gone._replace(n_failed=0)}, "decode": {(0, 0): gone}}
+        assert found == (missed if failed_in is Stage.DECODE else {"prefill": {(0, 0): gone}})
 
 
 def test_a_stage_that_had_met_its_target_before_a_later_one_failed_keeps_that() -> None:
