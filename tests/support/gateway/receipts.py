@@ -169,7 +169,7 @@ class RandomFleet:
         whole = None
         if self._bypasses and decodes:
             learnt = Coefficients(rng.uniform(0.5, 2), rng.uniform(0, 0.1), 1.0)
-            bases = {"ttft_basis": rng.choice(BASES)} if self._falls_back else {}
+            bases = {"ttft_basis": rng.choice(["learnt", *BASES])} if self._falls_back else {}
             whole = replace(estimator, coefficients=learnt, **bases).with_itl_of(estimator)
         return replace(of, estimator=estimator, whole=whole)
 
