@@ -415,7 +415,9 @@ class Dispatcher:
 def _note_spill(pool: Pool, choice: StageChoice) -> None:
     """Count a choice that went past the first pool of its order; log it if nobody there could take it."""
     pool.count_spill()
-    if choice.is_met is not None or (choice.row is not None and is_unsure(choice.won, choice.row)):
+    is_judged = choice.is_met is not None or is_unsure(choice.won, choice.row or 0)
+    own = (each for each in choice.scored if each.pool.name == choice.pool_order[0])
+    if is_judged and all(each.n_open for each in own):
         return  # load decided so, which is no event
     about = {"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name}
     log.warning("request.spilled", extra=about)

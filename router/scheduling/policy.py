@@ -457,14 +457,18 @@ def _by_targets(
 ) -> tuple[str, int | None, bool | None]:
     """The first pool of its spill in which the request is predicted to meet its targets, and its row.
 
-    Else the pool and row where it is the least late; no row where it waits instead. The last value says
-    which of both it is. None: nothing is predicted in the first pool of the order, or in one of the others
-    while it misses in the rest; with a row, calibrated predictions do not tell. What is looked at is added
-    to `scored`.
+    Where no row there may be chosen, so for the rest of its order. Else the pool and row where it is least
+    late; no row where it waits instead. The last value says which of both it is. None: nothing is predicted
+    in the order's first pool, or in another one while it misses in the rest; with a row, calibrated
+    predictions do not tell. What is looked at is added to `scored`.
     """
     least_late, late_name, late_row = math.inf, place.order[0], None
     is_judged, is_open = True, False
-    for name in place.spill:
+    for at, name in enumerate((*place.spill, *place.order)):
+        if at >= len(place.spill) and (is_open or not is_judged):
+            break
+        if name in scored:
+            continue
         scored[name] = score(pools[name])
         of_pool = judged(scored[name])
         if of_pool is None:
@@ -479,11 +483,9 @@ def _by_targets(
         row, late = of_pool.least_late(draw)
         if late < least_late:
             least_late, late_name, late_row = late, name, row
-    if not is_judged:
-        return late_name, None, None
-    yields = is_open and scored[late_name].ask.yields
-    if late_row is None:
-        return late_name, None, False if yields else None
+    if late_row is None or not is_judged:
+        waits = is_judged and is_open and scored[late_name].ask.yields
+        return late_name, None, False if waits else None
     return late_name, late_row, None if least_late <= 1.0 else False
 
 

@@ -15,6 +15,8 @@ from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.demand import OWN_PROMPTS, RoomKeeper
 from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.row_view import State
+from slagate.pools.inflight.worker_rows import Limits
+from slagate.proto import openengine_pb2 as oe
 from slagate.router.metrics import Metrics
 from slagate.router.receipts.record import Record
 from slagate.router.request.errors import RETRY_PUSHBACK, GatewayError, Outcome, Overloaded
@@ -80,10 +82,13 @@ def test_with_admission_on_who_is_shed_is_refused_and_holds_nothing(mode: str) -
     assert d.n_waiting == 0
 
 
-def two_pools(*, spill: str, ttft_ms: int, **more: Any) -> Dispatcher:
+def two_pools(*, spill: str, ttft_ms: int, policy: str = "shed", **more: Any) -> Dispatcher:
     """A grid whose cells have p-bulk, which has all of these seconds queued, beside p-fast."""
     content = disagg_file() | {
-        "objectives": {"own": {"ttft_ms": ttft_ms}, "zero": {"ttft_ms": 0, "itl_ms": 0}},
+        "objectives": {
+            "own": {"ttft_ms": ttft_ms, "policy": policy},
+            "zero": {"ttft_ms": 0, "itl_ms": 0},
+        },
         "scheduling": {"admission": "on", "spill": spill},
     }
     names = ("p-fast", "p-bulk", "d-fast", "d-bulk")
@@ -95,6 +100,72 @@ def two_pools(*, spill: str, ttft_ms: int, **more: Any) -> Dispatcher:
         each.probe_ok()
     made.pools["p-bulk"].lease(0, Work(1000, 5.0, 0), None)
     return Dispatcher(made, rng=rng())
+
+
+def full(d: Dispatcher, *names: str) -> None:
+    """Put the workers of these pools at their limits."""
+    for name in names:
+        for member in d.fleet.pools[name].members.values():
+            member.set_limits(Limits(max_inflight=0))
+            member.set_server_info(oe.ServerInfo())
+
+
+@pytest.mark.parametrize("policy", ["shed", "protect", "relegate"])
+def test_a_pool_that_is_next_for_a_limit_is_judged_too(policy: str) -> None:
+    """`p-fast` is next in the order of the cell, though load does not choose it."""
+    d = two_pools(spill="none", ttft_ms=800, policy=policy)
+    assert d.explain(ask(sla=Sla(objective="own"))).stages[0].scored[0].pool.name == "p-bulk"
+    full(d, "p-bulk")
+    taken = outcome(d, Sla(objective="own"))
+    assert isinstance(taken, Assignment)
+    choice = taken.decision.stages[0]
+    assert (choice.pool, choice.is_met, taken.decision.admission) == ("p-fast", True, "")
+    assert taken.leases[Stage.PREFILL].work.due_s < math.inf
+    d.fleet.pools["p-fast"].lease(0, Work(1000, 60.0, 0), None)
+    with d.submit(ask(sla=Sla(objective="own")), None) as ticket:
+        choice = ticket.decision.stages[0]
+        assert choice.is_met is False
+        if policy == "shed":
+            assert "in every pool that it may use (p-bulk, p-fast)" in str(ticket.outcome)
+        elif policy == "protect":
+            assert isinstance(ticket.outcome, Assignment)
+            assert (choice.pool, ticket.decision.admission) == ("p-fast", "served")
+        else:
+            assert ticket.outcome is None
+            assert ticket.decision.admission == "relegated"
+
+
+def test_a_pool_that_is_next_for_a_limit_keeps_its_promises_and_its_room() -> None:
+    d = two_pools(spill="none", ttft_ms=20_000)
+    full(d, "p-bulk")
+    pool = d.fleet.pools["p-fast"]
+    pool.room = RoomKeeper()
+    pool.room.note_ttft(2.0, 0.1)
+    pool.room.add_busy(1000.0, pool._now_s())
+    pool.lease(0, Work(1000, 5.0, 0), None)
+    assert d.explain(ask(sla=Sla(objective="own"))).admission == "refused"
+
+
+def test_pools_behind_those_with_room_are_not_looked_at() -> None:
+    """Where a worker is below its limits load does not leave the pools that it chooses among."""
+    d = two_pools(spill="none", ttft_ms=800)
+    choice = d.explain(ask(sla=Sla(objective="own"))).stages[0]
+    assert ([each.pool.name for each in choice.scored], choice.is_met) == (["p-bulk"], False)
+
+
+def test_a_pool_that_is_next_for_a_limit_is_logged_as_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for spill, is_full, n_logged in (("none", True, 1), ("any", True, 1), ("any", False, 0)):
+        d = two_pools(spill=spill, ttft_ms=800)
+        if is_full:
+            full(d, "p-bulk")
+        caplog.clear()
+        taken = outcome(d, Sla(objective="own"))
+        assert isinstance(taken, Assignment)
+        assert taken.decision.stages[0].pool == "p-fast"
+        logged = [each.getMessage() for each in caplog.records]
+        assert logged.count("request.spilled") == n_logged
 
 
 BY_PRIORITY = [{"min_priority": 5, "max_priority": 9, "target_pool": 1}]

@@ -371,7 +371,10 @@ def test_a_full_pool_leaves_the_request_to_the_next_one() -> None:
     choice = choose_stage(Stage.PREFILL, asked, spilling("listed"), pools, draw=rng().random())
     assert (choice.pool, choice.is_met) == ("b", True)
     choice = choose_stage(Stage.PREFILL, asked, spilling("none"), pools, draw=rng().random())
-    assert (choice.pool, choice.is_met) == ("b", None), "its list is for want of workers, too"
+    assert (choice.pool, choice.is_met) == ("b", True), "its list is for want of workers, too"
+    late = ask(isl_tokens=ISL, sla=fits(-0.001))
+    choice = choose_stage(Stage.PREFILL, late, spilling("none"), pools, draw=rng().random())
+    assert (choice.pool, choice.is_met) == ("b", False)
 
 
 def decided(sla: Sla, *, pace: float = 1.0) -> Decision:
