@@ -701,7 +701,7 @@ class Decision(google.protobuf.message.Message):
     admission_mode: builtins.str
     """of both stages or of the bypass (STAGE_AGG, of a decode pool); none in a
     trailer
-    in force when admission was decided: off, shadow or on
+    in force when admission was decided: off, shadow, on, or learn (on, but a pool
     """
     @property
     def sla(self) -> Global___Sla: ...

@@ -19,8 +19,12 @@ FIRST_TOKENS, N_FIRST, FIRST_SHARE = 256.0, 16, 0.5
 """What is learnt from, and the share of it that is told until so many answers have ended: who promises too
 little in the first seconds loses less than who promises too much."""
 
-OWN_PROMPTS = 2.0
-"""A queue leaves room where the next prompt fits behind it so many times."""
+LEAST_TOKENS = 2.0
+"""An answer of one token is only expected where its client asks for no more."""
+
+OWN_PROMPTS, LEAST_SHARE = 2.0, 0.25
+"""A queue leaves room where the next prompt fits behind it so many times; or where it takes no more than so
+large a share of the time that the prompt itself leaves."""
 
 BURST = 3.0
 """Room is kept on so many times the rows that are busy with protected requests on average."""
@@ -55,8 +59,9 @@ class AnswerLengths:
         self._n_all += 1
         name = name if name in self.listed else ""
         of_class, of_all = self._by_class.get(name, self._of_all), self._of_all
-        self._of_all = of_all * (_UP if n_tokens >= of_all else _DOWN)
-        self._by_class[name] = of_class * (_UP if n_tokens >= of_class else _DOWN)
+        self._of_all = max(LEAST_TOKENS, of_all * (_UP if n_tokens >= of_all else _DOWN))
+        of_class *= _UP if n_tokens >= of_class else _DOWN
+        self._by_class[name] = max(LEAST_TOKENS, of_class)
 
 
 class KeptRoom(NamedTuple):
@@ -80,12 +85,13 @@ class RoomKeeper:
     def note_ttft(self, left_s: float, own_s: float) -> None:
         """Learn that a prompt of `own_s` had to be computed in `left_s`; one that cannot be is ignored."""
         if own_s < left_s:
-            room_s = max(_LEAST_S, left_s - OWN_PROMPTS * own_s)
+            room_s = max(left_s - OWN_PROMPTS * own_s, LEAST_SHARE * (left_s - own_s))
             self._ttft_s = _quartile(self._ttft_s, room_s)
 
-    def note_itl(self, limit_s: float) -> None:
-        """Learn that a protected request bears decode steps of `limit_s`."""
-        self._itl_s = _quartile(self._itl_s, limit_s)
+    def note_itl(self, limit_s: float, alone_s: float) -> None:
+        """Learn that a request bears steps of `limit_s`; less than with it alone is ignored."""
+        if alone_s < limit_s:
+            self._itl_s = _quartile(self._itl_s, limit_s)
 
     def add_busy(self, seconds: float, now_s: float) -> None:
         """Learn that a row is busy for so long with a protected request."""

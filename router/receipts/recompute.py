@@ -14,7 +14,7 @@ times.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from google.protobuf.message import Message
@@ -76,11 +76,10 @@ def decide_again(
     places += [(f"receipt.decision.stages[{at}]", each) for at, each in enumerate(last)]
     untaken = receipt.decision.untaken
     places += [(f"receipt.decision.untaken[{at}]", each) for at, each in enumerate(untaken)]
-    if places and (mode := receipt.decision.admission_mode) not in ADMISSION_MODES:
-        modes = f"{', '.join(ADMISSION_MODES)}; receipts of older versions have none"
-        raise UnusableReceipt(
-            f"receipt.decision.admission_mode: must be one of {modes}, got {mode!r}"
-        )
+    modes = (*ADMISSION_MODES, "learn")
+    if places and (mode := receipt.decision.admission_mode) not in modes:
+        of = f"{', '.join(modes)}; receipts of older versions have none"
+        raise UnusableReceipt(f"receipt.decision.admission_mode: must be one of {of}, got {mode!r}")
     again: list[StageChoice] = []
     for number, (place, recorded) in enumerate(places, start=1):
         rules = _rules(place, recorded.config_version, configs)
@@ -239,7 +238,7 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision, *, by_targets: bool) -
         is_protected=recorded.protected,
         yields=recorded.yields,
         by_targets=by_targets,
-        admission_mode=cast(AdmissionMode, decision.admission_mode),
+        admission_mode=cast('AdmissionMode | Literal["learn"]', decision.admission_mode),
     )
 
 

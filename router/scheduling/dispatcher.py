@@ -54,6 +54,9 @@ MIN_HINT_S, MAX_HINT_S = 0.1, 30.0
 HINT_SPREAD = 0.25
 """The part by which retry delays are drawn shorter or longer, or all who were refused come back at once."""
 
+LEARN_EVERY_S = 10.0
+"""A pool to which nobody was sent for so long learns from a request that would be refused."""
+
 STEP_EVERY_S = 0.25
 """Load reports of many workers step the queue for relegated requests no more often than that."""
 
@@ -89,6 +92,8 @@ class Dispatcher:
         self._peers.on_change = self.step
         self._noted: set[str] = set()
         self._stepped_s = -math.inf  # when load reports did so last
+        # By pool: how many leases it had given, and when, at the first refusal since its last one.
+        self._refused: dict[str, tuple[int, float]] = {}
         self._admission: AdmissionMode = fleet.scheduling.admission
         elsewhere = self._waited_for_elsewhere if self._peers.n_peers else None
         self._queue = WaitQueue(now_s=now_s, elsewhere=elsewhere)
@@ -293,8 +298,25 @@ class Dispatcher:
             decision = try_bypass(decision, grids, views, draw=draw, config=self._config)
         for choice in decision.stages:
             if choice.is_met is False:
-                return decision.with_admission(fleet.objectives)
+                decision = decision.with_admission(fleet.objectives)
+                if decision.admission == "refused" and self._teaches(decision):
+                    ask = replace(decision.ask, admission_mode="learn")
+                    decision = replace(decision, ask=ask).with_admission(fleet.objectives)
+                return decision
         return decision
+
+    def _teaches(self, decision: Decision) -> bool:
+        """Whether a request is worth more than its refusal: idle workers that get none are never learnt."""
+        for choice in decision.stages:
+            if choice.is_met is not False:
+                continue
+            pool, rows, row = self.fleet.pools[choice.pool], choice.won.pool.rows, choice.row
+            if row is None or rows.batch.item(row) > 1 or rows.load_s.item(row) > 0.0:
+                return False
+            n_leases, since_s = self._refused.get(pool.name, (-1, 0.0))
+            if n_leases != pool.table.newest_lease() or self._now_s() - since_s < LEARN_EVERY_S:
+                return False
+        return True
 
     def _settle(self, pending: PendingAssignment, reserved: Set[str]) -> None:
         """Take the leases of a request's decision, or refuse it, or do nothing: then it has to wait.
@@ -312,6 +334,11 @@ class Dispatcher:
                 return
             has_to_wait |= choice.row is None or choice.pool in reserved
         if pending.decision.admission == "refused":
+            for choice in choices:
+                pool = self.fleet.pools[choice.pool]
+                n_leases = pool.table.newest_lease()
+                if self._refused.get(pool.name, (-1, 0.0))[0] != n_leases:
+                    self._refused[pool.name] = n_leases, self._now_s()
             pending.settle(self._refusal(pending))
             return
         if has_to_wait:

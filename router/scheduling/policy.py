@@ -204,7 +204,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
         objective = default_for(objectives, sla.objective)
         if self.ask.yields:
             admission = "relegated"
-        elif mode == "off" or sla.is_final or (objective and objective.policy != "shed"):
+        elif mode in ("off", "learn") or sla.is_final or (objective and objective.policy != "shed"):
             admission = "served"
         else:
             admission = "refused" if mode == "on" else "shadow"

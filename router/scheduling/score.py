@@ -22,6 +22,7 @@ its pool's last `STARVED_ROUNDS` x rows leases, is idle, and is not predicted to
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -97,13 +98,16 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     later_s: float = 0.0  # to the first token in stages that stay, behind those that are chosen
     by_targets: bool = True  # whether its targets decide between pools and between workers
     max_tokens: int | None = None  # of the answer, as the client says
-    answer_tokens: float = 0.0  # that it will have at least, as most of its class do
+    answer_tokens: float = (
+        0.0  # that it will have at least, as most of its class do; 1: `max_tokens` is 1
+    )
     # By which its context grows until its answer's middle. Batches have more of long answers than of short
     # ones, so of a batch this is about what `answer_tokens` says.
     growth_tokens: int = 0
     is_protected: bool = False  # room is kept for its class
     yields: bool = False  # rather than be late it waits until a worker has nothing else to do
-    admission_mode: AdmissionMode = "off"  # in force
+    # In force; `learn`: it is on, but a pool of which too little is known learns from the request.
+    admission_mode: AdmissionMode | Literal["learn"] = "off"
 
 
 class ScoredRow(msgspec.Struct, frozen=True, gc=False):

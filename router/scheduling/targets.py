@@ -115,7 +115,8 @@ def judged(scored: ScoredPool) -> Judged | None:
     has_ttft = scored.ttft_s is not None and sla.ttft_ms is not None
     has_ttft = has_ttft and estimator.ttft_basis != "grid" and estimator.predicts_prefill
     itl_s = scored.itl_s
-    has_itl = itl_s is not None and sla.itl_ms is not None
+    # One token has nothing between it and the next.
+    has_itl = itl_s is not None and sla.itl_ms is not None and scored.ask.answer_tokens != 1.0
     has_itl = has_itl and estimator.itl_basis != "grid" and estimator.predicts_itl
     if estimator.ttft_calibration is not None or estimator.itl_calibration is not None:
         late, hopes, itl_s = _calibrated(scored, has_ttft=has_ttft, has_itl=has_itl)
@@ -201,16 +202,29 @@ def is_unsure(scored: ScoredPool, row: int) -> bool:
     return of_pool is not None and of_pool.hopes.item(row) <= 1.0 < of_pool.late.item(row)
 
 
+def fits_alone(scored: ScoredPool, row: int) -> bool:
+    """Whether the request is predicted to meet its targets on a row, whatever becomes of others."""
+    sla, meets = scored.ask.sla, True
+    if scored.ttft_s is not None and sla.ttft_ms is not None:
+        meets = scored.ttft_s.item(row) + scored.later_s <= _left_s(scored)
+    if scored.itl_s is not None and sla.itl_ms is not None:
+        meets &= scored.itl_s.item(row) <= _itl_limit_s(scored, sla.itl_ms)
+    return meets
+
+
 def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:
     """Tell the keeper of a pool's room what a protected request needs there."""
-    sla = scored.ask.sla
+    sla, open_ = scored.ask.sla, scored.open_rows()
+    rows: Ints | slice = slice(None) if open_ is None else open_
+    pace = scored.pool.rows.pace[rows]
     if scored.work_s is not None and sla.ttft_ms is not None:
-        open_, own_s = scored.open_rows(), scored.work_s * scored.pool.rows.pace
-        own_s = (own_s if open_ is None else own_s[open_]).min(initial=math.inf)
+        own_s = (scored.work_s[rows] * pace).min(initial=math.inf)
         own_s *= scored.pool.estimator.coefficients.prefill_scale
         room.note_ttft(_left_s(scored) - scored.later_s, float(own_s))
     if scored.itl_s is not None and sla.itl_ms is not None:
-        room.note_itl(_itl_limit_s(scored, sla.itl_ms))
+        tokens = scored.ask.isl_tokens + scored.ask.growth_tokens
+        alone_s = scored.pool.estimator.itl_s(1, tokens) * float(pace.min(initial=math.inf))
+        room.note_itl(_itl_limit_s(scored, sla.itl_ms), alone_s)
 
 
 def busy_s(scored: ScoredPool, row: int) -> float:
@@ -225,8 +239,9 @@ def busy_s(scored: ScoredPool, row: int) -> float:
         of = scored.pool.estimator
         alone_s = of.itl_s(1, tokens)
         each_s = max(_LEAST_S, of.itl_s(2, tokens) - alone_s)
-        full = 1.0 + max(0.0, limit_s - alone_s) / each_s
-        found += limit_s * scored.ask.answer_tokens / full
+        if alone_s < limit_s:  # Others may come where no room would help.
+            full = 1.0 + (limit_s - alone_s) / each_s
+            found += limit_s * scored.ask.answer_tokens / full
     return found
 
 
@@ -237,7 +252,7 @@ def promised(scored: ScoredPool, row: int, work: Work, now_s: float) -> Work:
     has_ttft = scored.work_s is not None and estimator.ttft_basis != "grid"
     if has_ttft and sla.ttft_ms is not None:
         due_s = now_s + _left_s(scored) - scored.later_s
-    has_itl = estimator.itl_basis != "grid"
+    has_itl = estimator.itl_basis != "grid" and scored.ask.answer_tokens != 1.0
     if has_itl and scored.itl_s is not None and sla.itl_ms is not None:
         share = ITL_SHARE if scored.stage is Stage.DECODE else AGG_ITL_SHARE
         itl_limit_s = share * sla.itl_ms / 1000

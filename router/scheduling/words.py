@@ -8,7 +8,7 @@ from slagate.pools.grid.json_text import shown
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, LatencyTarget, StageChoice
 from slagate.router.scheduling.score import RoutingRequest, ScoredRow
-from slagate.router.scheduling.targets import is_unsure
+from slagate.router.scheduling.targets import fits_alone, is_unsure
 
 POOLS_TOLD = 8
 """Pools that a sentence names."""
@@ -26,7 +26,11 @@ def explained(decision: Decision) -> str:
     lines = [_explain(decision.ask, choice) for choice in decision.stages]
     if decision.is_bypass:
         lines.append(_explain_bypass(decision))
-    if (words := _ADMISSION.get(decision.admission)) is not None:
+    if decision.ask.admission_mode == "learn":
+        lines.append(
+            "Admission is on, but it is served: the idle workers have too few requests to learn from."
+        )
+    elif (words := _ADMISSION.get(decision.admission)) is not None:
         lines.append(words)
     if decision.ask.sla.is_unlisted:
         name = shown(decision.ask.sla.objective)
@@ -75,10 +79,16 @@ def _own_targets(choice: StageChoice) -> str:
 
 def _missed(choice: StageChoice) -> str:
     looked_at = _listed([scored.pool.name for scored in choice.scored])
-    missed = (
-        f"it is predicted to miss its {_own_targets(choice)}"
-        f" in every pool that it may use ({looked_at})"
-    )
+    if choice.row is not None and fits_alone(choice.won, choice.row):
+        missed = (
+            f"in no pool that it may use ({looked_at}) it meets its {_own_targets(choice)} without making"
+            " others late or taking room that is kept for protected classes"
+        )
+    else:
+        missed = (
+            f"it is predicted to miss its {_own_targets(choice)}"
+            f" in every pool that it may use ({looked_at})"
+        )
     if len(choice.scored) == len(choice.grid.pool_names):
         return missed
     if not choice.would_meet:

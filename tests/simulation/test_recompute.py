@@ -45,7 +45,7 @@ from support.worker.network import Fault, FaultyWorker
 
 N_REQUESTS = n_in(gate=500, long=2000)
 SECONDS = N_REQUESTS / 200
-SEED = 21
+SEED = 23
 
 POOLS = {
     "prefill": {"prefill-cheap": 3, "prefill-fast": 2, "prefill-more": 2},

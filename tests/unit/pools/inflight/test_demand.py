@@ -9,6 +9,7 @@ from slagate.pools.inflight.demand import (
     BURST,
     FIRST_SHARE,
     FIRST_TOKENS,
+    LEAST_SHARE,
     N_FIRST,
     OWN_PROMPTS,
     SPAN_S,
@@ -60,7 +61,7 @@ def test_a_queue_leaves_room_for_three_of_four_of_them() -> None:
     for at in range(1000):
         own_s = (0.1, 0.2, 0.3, 0.4)[at * 7 % 4]
         room.note_ttft(2.0, own_s)
-        room.note_itl((0.010, 0.020, 0.030, 0.040)[at * 7 % 4])
+        room.note_itl((0.010, 0.020, 0.030, 0.040)[at * 7 % 4], 0.009)
     kept = room.kept(60.0, N_ROWS)
     assert kept is not None
     assert 2.0 - OWN_PROMPTS * 0.45 < kept.ttft_s < 2.0 - OWN_PROMPTS * 0.25
@@ -75,10 +76,19 @@ def test_a_prompt_that_cannot_be_in_time_there_asks_for_no_room() -> None:
     kept = room.kept(60.0, N_ROWS)
     assert kept is not None
     assert kept.ttft_s == pytest.approx(1.0 - OWN_PROMPTS * 0.1)
-    room.note_ttft(1.0, 0.9)
+    for _ in range(100):
+        room.note_ttft(1.0, 0.9)
     kept = room.kept(60.0, N_ROWS)
     assert kept is not None
-    assert kept.ttft_s > 0.0
+    assert kept.ttft_s == pytest.approx(LEAST_SHARE * 0.1, rel=0.1)
+
+
+def test_answers_that_cannot_be_in_time_there_ask_for_no_room() -> None:
+    room = keeper(1.0)
+    room.note_itl(0.030, 0.012)
+    for _ in range(100):
+        room.note_itl(0.011, 0.012)
+    assert room.kept(60.0, N_ROWS) == KeptRoom(3, math.inf, 0.030)
 
 
 def lengths_of(*listed: str) -> AnswerLengths:

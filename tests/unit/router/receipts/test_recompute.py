@@ -314,7 +314,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     ),
     "mode of admission": (
         lambda v: v["receipt"]["decision"].update(admission_mode="maybe"),
-        r"receipt\.decision\.admission_mode: must be one of off, shadow, on; .*, got 'maybe'$",
+        r"receipt\.decision\.admission_mode: must be one of off, shadow, on, learn; .*, got 'maybe'$",
     ),
     "older": (
         lambda v: v["receipt"]["decision"].pop("admission_mode"),

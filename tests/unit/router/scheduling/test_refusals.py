@@ -1,7 +1,7 @@
 """Admission: who is refused for a prediction, and promises, which end with their leases."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,6 +27,7 @@ from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE, drain_s
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
+from slagate.workers.runtime.clock import monotonic_s
 from support.builders import MODEL, PROFILE, ask, config, fleet, model_info, put_in, rng, take_now
 from support.fleet.files import disagg_file
 
@@ -44,7 +45,11 @@ CLASSES = {
 
 
 def dispatcher(
-    mode: str = "disagg", *, admission: str = "on", classes: object = None
+    mode: str = "disagg",
+    *,
+    admission: str = "on",
+    classes: object = None,
+    now_s: Callable[[], float] = monotonic_s,
 ) -> Dispatcher:
     stages = ("prefill", "decode") if mode == "disagg" else ("agg",)
     made = fleet(
@@ -53,7 +58,7 @@ def dispatcher(
         objectives=CLASSES if classes is None else classes,
         scheduling={"admission": admission},
     )
-    return Dispatcher(made, rng=rng())
+    return Dispatcher(made, rng=rng(), now_s=now_s)
 
 
 def outcome(d: Dispatcher, sla: Sla) -> Assignment | GatewayError:
@@ -272,6 +277,45 @@ def test_in_another_mode_nobody_is_refused(admission: str) -> None:
     assert isinstance(outcome(d, Sla(objective="shed")), Assignment)
 
 
+@pytest.mark.parametrize("mode", ["disagg", "agg"])
+def test_an_idle_pool_to_which_nobody_is_sent_is_sent_one_of_those_that_it_refuses(
+    mode: str,
+) -> None:
+    """Its profile may be of a slower machine, and from refusals nothing is learnt."""
+    now = [0.0]
+    d = dispatcher(mode, now_s=lambda: now[0])
+    told = []
+    for at in range(0, 60, 2):
+        now[0] = float(at)
+        explained_as = d.explain(ask(sla=Sla(objective="shed"))).admission
+        found = outcome(d, Sla(objective="shed"))
+        assert explained_as == ("served" if isinstance(found, Assignment) else "refused")
+        if isinstance(found, Assignment):
+            told.append(at)
+            assert found.decision.ask.admission_mode == "learn"
+            assert "too few requests to learn from" in explained(found.decision)
+            found.release()
+    # Each time it is refused first, and then for as long as nobody is sent there.
+    assert told == [10, 22, 34, 46, 58]
+    # Not while others are sent there.
+    for at in range(100, 160, 4):
+        now[0] = float(at)
+        easy = outcome(d, Sla(objective="easy"))
+        assert isinstance(easy, Assignment)
+        easy.release()
+        assert isinstance(outcome(d, Sla(objective="shed")), Overloaded)
+
+
+def test_a_busy_worker_is_sent_nobody_that_it_refuses() -> None:
+    now = [0.0]
+    d = one_worker(now_s=lambda: now[0])
+    busy = outcome(d, Sla(objective="easy"))
+    assert isinstance(busy, Assignment)
+    for at in (0.0, 20.0, 40.0):
+        now[0] = at
+        assert isinstance(outcome(d, Sla(objective="shed")), Overloaded)
+
+
 def test_a_target_of_its_own_is_judged_as_its_class_says_or_else_shed() -> None:
     d = dispatcher()
     assert isinstance(outcome(d, Sla(ttft_ms=MISSED)), Overloaded)
@@ -337,13 +381,13 @@ def test_who_is_predicted_to_miss_is_promised_nothing() -> None:
     assert (lease.work.due_s, lease.work.itl_limit_s, lease.work.stall_s) == (math.inf,) * 3
 
 
-def one_worker(**more: Any) -> Dispatcher:
+def one_worker(*, now_s: Callable[[], float] = monotonic_s, **more: Any) -> Dispatcher:
     """The same with one prefill worker and one decode worker."""
     only = {"prefill": ["p1:1"], "decode": ["d1:1"]}
     limits = {"max_inflight": more.pop("max_inflight")} if "max_inflight" in more else {}
     pools = {stage: {**SPEED, **limits, "workers": workers} for stage, workers in only.items()}
     made = fleet(pools=pools, **({"objectives": CLASSES, "scheduling": {"admission": "on"}} | more))
-    return Dispatcher(made, rng=rng())
+    return Dispatcher(made, rng=rng(), now_s=now_s)
 
 
 def test_a_relegated_request_waits_until_a_worker_has_nothing_else_to_do() -> None:
@@ -447,10 +491,12 @@ def test_room_that_is_kept_is_waited_for_until_a_queue_or_an_answer_ends() -> No
     for row, queued_s in enumerate([4.0, 7.0]):
         prefill.lease(row, Work(10_000, queued_s, 0))
     check_spread(hints(d, Sla(objective="own")), 4.0)
+    refused = d.submit(ask(sla=Sla(objective="own")), None).outcome
+    assert "it meets its TTFT target of 10000 ms without making others late or" in str(refused)
     prefill.room = None
     itl_s = d.explain(ask(sla=Sla(objective="own"))).stages[-1].won.itl_s
     assert itl_s is not None
-    decode.room.note_itl(0.5 * itl_s.item(0))
+    decode.room.note_itl(0.5 * itl_s.item(0), 0.0)
     decode.room.add_busy(100.0, 0.0)
     check_spread(hints(d, Sla(objective="own")), d.fleet.answers.short_tokens("") * itl_s.item(0))
 
@@ -727,7 +773,7 @@ def test_who_waits_as_relegated_is_served_once_admission_is_off() -> None:
 
 def test_the_pools_learn_what_a_protected_request_needs() -> None:
     classes = {"gold": {"ttft_ms": 60_000, "itl_ms": 50, "policy": "protect"}, "easy": {}}
-    d = one_worker(objectives=classes)
+    d = dispatcher(classes=classes)
     assert all(pool.room is None for pool in d.fleet.pools.values())
     assert isinstance(outcome(d, Sla(objective="easy")), Assignment)
     assert all(pool.room is None for pool in d.fleet.pools.values())

@@ -12,6 +12,7 @@ from slagate.pools.estimator.accuracy import CAREFUL, HOPEFUL, Calibration
 from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import PriorityRule, Stage, StageGrid
 from slagate.pools.inflight.demand import KeptRoom
+from slagate.pools.inflight.engine_queue import Work
 from slagate.pools.inflight.pair_key import PairKey
 from slagate.pools.inflight.row_view import RowView, State
 from slagate.router.request.sla import Sla
@@ -362,6 +363,18 @@ def test_steps_that_are_predicted_wrong_break_no_promise_and_take_no_kept_room()
         pools["p"] = off(pools["p"], itl_basis="grid")
         choice = choose_stage(Stage.AGG, asked, grid, pools, draw=rng().random())
         assert choice.is_met is True
+
+
+@pytest.mark.parametrize("stage", [Stage.DECODE, Stage.AGG])
+def test_an_answer_of_one_token_cannot_miss_its_itl(stage: Stage) -> None:
+    grid, pools = one_cell(stage, "p"), {"p": pool_view("p", [view()], speed=SPEED)}
+    for max_tokens, is_met in ((2, False), (1, True if stage is Stage.AGG else None)):
+        sla = Sla(ttft_ms=900.0, itl_ms=0.001)
+        asked = ask(isl_tokens=ISL, sla=sla, answer_tokens=float(max_tokens))
+        choice = choose_stage(stage, asked, grid, pools, draw=rng().random())
+        assert choice.is_met is is_met
+    assert choice.row is not None
+    assert promised(choice.won, choice.row, Work(), 0.0).itl_limit_s == math.inf
 
 
 def test_a_full_pool_leaves_the_request_to_the_next_one() -> None:
