@@ -47,6 +47,10 @@ CAREFUL, HOPEFUL = 1.0, -0.3
 """Spreads by which what a request typically takes is made longer to tell whether it fits, and shorter to
 tell whether it is late. The part of a target that no prediction may fill comes on top of both."""
 
+FARTHER = 1.35
+"""A line that is no nearer to what requests took still tells how far off predictions are. One that is farther
+by more than that is drawn by a few that are off by much, while the others are right."""
+
 MAX_LOG = 30.0
 """More than the logarithm of any time, in seconds, by any other."""
 
@@ -158,9 +162,9 @@ class Accuracy:
         now = _middle(np.abs(predicted - newest[:, 3])).item()
         before, self.calibration = self.calibration, None
         if now > (CALIBRATE_FROM if before is None else CALIBRATE_TO):
-            # Where the line is no nearer, its spread still tells how far off they are.
-            self.calibration, left = _calibration(predicted, newest[:, 3])
-            off = min(off, left)
+            line, left = _calibration(predicted, newest[:, 3])
+            if left < FARTHER * now:
+                self.calibration, off = line, min(off, left)
         limit = MAX_LEARNT if self.basis == "grid" else MAX_FACTOR
         self.basis = "learnt" if is_learnt else "profile"
         if off > limit:

@@ -159,6 +159,16 @@ def test_a_line_that_is_no_nearer_still_tells_how_far_off_predictions_are() -> N
     assert accuracy.basis == "learnt"
 
 
+def test_a_line_that_a_few_outliers_draw_is_none() -> None:
+    """Short prompts that come behind long ones take ten times as long, two in five of them."""
+    accuracy, rng = Accuracy(has_profile=True), random.Random(1)
+    for number in range(MAX_PAIRS):
+        actual_s = rng.lognormvariate(0, 1)
+        predicted_s = actual_s * (0.75 if number % 5 < 3 else 0.1)
+        accuracy.add_pair(actual_s, predicted_s, predicted_s, predicted_s)
+    assert accuracy.calibration is None
+
+
 @pytest.mark.parametrize("scale", [0.4, 2.0, 3.0])
 def test_a_learnt_speed_is_not_put_right_once_more_where_others_follow(scale: float) -> None:
     """What follows after the leg's first response does not change with the pool's speed."""

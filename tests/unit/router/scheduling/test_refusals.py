@@ -773,7 +773,7 @@ def test_who_waits_as_relegated_is_served_once_admission_is_off() -> None:
 
 def test_the_pools_learn_what_a_protected_request_needs() -> None:
     classes = {"gold": {"ttft_ms": 60_000, "itl_ms": 50, "policy": "protect"}, "easy": {}}
-    d = dispatcher(classes=classes)
+    d = one_worker(objectives=classes)
     assert all(pool.room is None for pool in d.fleet.pools.values())
     assert isinstance(outcome(d, Sla(objective="easy")), Assignment)
     assert all(pool.room is None for pool in d.fleet.pools.values())
