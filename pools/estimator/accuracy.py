@@ -48,8 +48,8 @@ CAREFUL, HOPEFUL = 1.0, -0.3
 tell whether it is late. The part of a target that no prediction may fill comes on top of both."""
 
 FARTHER = 1.35
-"""A line that is no nearer to what requests took still tells how far off predictions are. One that is farther
-by more than that is drawn by a few that are off by much, while the others are right."""
+"""A line that is no nearer to what requests took still tells how far off predictions are. One that is
+farther by so much is drawn by a few that are off by a lot, while the others are right."""
 
 MAX_LOG = 30.0
 """More than the logarithm of any time, in seconds, by any other."""
