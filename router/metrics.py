@@ -95,7 +95,7 @@ TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 
 ITL_BUCKETS_S = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 
 
-_MISS = "Requests predicted to miss their targets everywhere: refused, shadow, served or relegated"
+_MISS = "Requests predicted to miss their targets everywhere: refused, shadow, served, relegated or waits"
 _BYPASSED = "Requests that a decode worker served without a prefill worker, by its pool"
 
 _LABEL = {True: "true", False: "false"}

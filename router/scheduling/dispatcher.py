@@ -54,6 +54,9 @@ MIN_HINT_S, MAX_HINT_S = 0.1, 30.0
 HINT_SPREAD = 0.25
 """The part by which retry delays are drawn shorter or longer, or all who were refused come back at once."""
 
+MAX_PATIENT = 64
+"""So many requests wait until they harm nobody; each is decided anew whenever a worker is given back."""
+
 LEARN_EVERY_S = 10.0
 """A pool to which nobody was sent for so long learns from a request that would be refused."""
 
@@ -105,7 +108,7 @@ class Dispatcher:
 
     def _reported(self) -> None:
         """Somebody's load was asked for: load of others, and room that was kept, pass without a word."""
-        if self._queue.n_relegated and self._now_s() - self._stepped_s >= STEP_EVERY_S:
+        if self._queue.waits_for_load and self._now_s() - self._stepped_s >= STEP_EVERY_S:
             self._stepped_s = self._now_s()
             self.step()
 
@@ -341,7 +344,7 @@ class Dispatcher:
                     self._refused[pool.name] = n_leases, self._now_s()
             pending.settle(self._refusal(pending))
             return
-        if has_to_wait:
+        if has_to_wait or pending.decision.admission == "waits":
             return
         asked = pending.decision.ask
         if asked.is_protected and not asked.sla.is_final:  # a retry was learnt from when it came
@@ -412,6 +415,9 @@ class Dispatcher:
         return int(1000 * min(max(until_s, MIN_HINT_S), MAX_HINT_S) * spread)
 
     def _wait(self, pending: PendingAssignment) -> None:
+        if pending.decision.admission == "waits" and self._queue.n_patient >= MAX_PATIENT:
+            pending.settle(self._refusal(pending))
+            return
         n_last = self._queue.n_relegated + self._peers.n_relegated
         n_others = self._queue.n_waiting + self._peers.n_waiting - n_last
         n_waiting = n_last if pending.decision.ask.yields else n_others

@@ -35,11 +35,11 @@ from slagate.router.scheduling.score import (
     open_and_awaited,
     score_pool,
 )
-from slagate.router.scheduling.targets import judged
+from slagate.router.scheduling.targets import fits_alone, judged
 
 NO_CONFIG = gw.GatewayConfig()
 
-MISSES = ("refused", "shadow", "served", "relegated")
+MISSES = ("refused", "shadow", "served", "relegated", "waits")
 """What becomes of a request that is predicted to miss its targets; `shadow`: served, counted as refused."""
 
 TARGETS = ("ttft_ms", "itl_ms")
@@ -206,8 +206,14 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
             admission = "relegated"
         elif mode in ("off", "learn") or sla.is_final or (objective and objective.policy != "shed"):
             admission = "served"
+        elif mode == "on":
+            missed = (choice for choice in self.stages if choice.is_met is False)
+            could = all(
+                c.stage is not Stage.DECODE and any(map(fits_alone, c.scored)) for c in missed
+            )
+            admission = "waits" if could else "refused"
         else:
-            admission = "refused" if mode == "on" else "shadow"
+            admission = "shadow"
         known = sla.objective in objectives
         return replace(self, admission=admission, class_name=sla.objective if known else ANY_CLASS)
 

@@ -202,14 +202,15 @@ def is_unsure(scored: ScoredPool, row: int) -> bool:
     return of_pool is not None and of_pool.hopes.item(row) <= 1.0 < of_pool.late.item(row)
 
 
-def fits_alone(scored: ScoredPool, row: int) -> bool:
-    """Whether the request is predicted to meet its targets on a row, whatever becomes of others."""
-    sla, meets = scored.ask.sla, True
+def fits_alone(scored: ScoredPool) -> bool:
+    """Whether a request meets its targets on some row that it may use, whatever becomes of others there."""
+    sla, rows = scored.ask.sla, scored.open_rows()
+    meets = np.ones(len(scored.pool.rows), dtype=np.bool_)
     if scored.ttft_s is not None and sla.ttft_ms is not None:
-        meets = scored.ttft_s.item(row) + scored.later_s <= _left_s(scored)
+        meets &= scored.ttft_s + scored.later_s <= _left_s(scored)
     if scored.itl_s is not None and sla.itl_ms is not None:
-        meets &= scored.itl_s.item(row) <= _itl_limit_s(scored, sla.itl_ms)
-    return meets
+        meets &= scored.itl_s <= _itl_limit_s(scored, sla.itl_ms)
+    return bool(np.any(meets if rows is None else meets[rows]))
 
 
 def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:

@@ -120,6 +120,8 @@ class PendingAssignment:
     @property
     def line(self) -> Hashable:
         """The key of its line in the queue: model, orders of pools by stage, what a retry is bound to."""
+        if self.decision.admission == "waits":
+            return id(self)  # what makes others late is its own prompt: those behind it may fit
         orders = ((choice.stage, choice.pool_order) for choice in self.decision.stages)
         yields = self.decision.ask.yields
         return (self.ask.model, self.ask.excluded, self.ask.partner, yields, *orders)
@@ -130,17 +132,19 @@ class _WaitLine:
         self.key = key
         self.requests: deque[PendingAssignment] = deque()
         self.pools: set[str] = set()  # that its first request waits for
+        self.is_patient = False  # its one request has a row, but would harm others there
         self._only_joining = False
         self._interval_s: float | None = None  # between two assignments, a moving average
         self._last_s: float | None = None
 
     def wait_for(self, decision: Decision, reserved: Set[str] | None = None) -> None:
         """Note what the first request waits for; `reserved` are pools of older ones, None: not known."""
+        self.is_patient |= decision.admission == "waits"
         # Stages that have nobody, or only somebody of a pool that an older request waits for.
         choices = [
             choice
             for choice in decision.stages
-            if reserved is None or choice.row is None or choice.pool in reserved
+            if self.is_patient or reserved is None or choice.row is None or choice.pool in reserved
         ]
         if any(choice.row is None and choice.pairing is not None for choice in choices):
             # A worker of the other stage that gets free may make one of this stage open.
@@ -161,10 +165,10 @@ class _WaitLine:
         """Pools reserved for it, against younger requests of other lines."""
         # A request with excluded workers may not go everywhere in its pools, so what it cannot take is left
         # to others. So are pools that it waits for only until a worker that has just joined is known, and
-        # all where it is behind all others anyway.
-        if not self.requests or self.requests[0].ask.excluded or self._only_joining or self.yields:
+        # all where it is behind all others anyway, or has a worker that it would harm.
+        if not self.requests or self.requests[0].ask.excluded or self._only_joining:
             return set()
-        return self.pools
+        return set() if self.yields or self.is_patient else self.pools
 
     def pop_first(self, now_s: float) -> None:
         is_served = isinstance(self.requests.popleft().outcome, Assignment)
@@ -207,6 +211,16 @@ class WaitQueue:
     def n_relegated(self) -> int:
         """Requests among those that wait that are behind all others."""
         return sum(len(line.requests) for line in self._waiting() if line.yields)
+
+    @property
+    def n_patient(self) -> int:
+        """Requests among those that wait that have a worker, but would harm others there."""
+        return sum(line.is_patient for line in self._waiting())
+
+    @property
+    def waits_for_load(self) -> bool:
+        """Whether one waits for what passes without a word: load of others, and room that was kept."""
+        return any(line.yields or line.is_patient for line in self._waiting())
 
     def reserved_before(self, new: PendingAssignment) -> Set[str]:
         """Names of pools that a new request must leave to requests that came before it."""
@@ -276,6 +290,14 @@ class WaitQueue:
                         if line.requests:
                             heapq.heappush(heads, (line.yields, line.requests[0].since_s, n, line))
                         continue
+                    if first.decision.admission == "waits" and not line.is_patient:
+                        line.requests.popleft()
+                        self._removed(line, first)
+                        self.append(first)
+                        if line.requests:
+                            line.wait_for(first.decision)
+                            heapq.heappush(heads, (line.yields, line.requests[0].since_s, n, line))
+                        continue
                     line.wait_for(first.decision, of_older)
                 for late in [each for each in line.requests if each.is_overdue(self._now_s())]:
                     yield late, reserved | line.pools
@@ -295,7 +317,7 @@ class WaitQueue:
 
     def _removed(self, line: _WaitLine, pending: PendingAssignment) -> None:
         self.n_waiting -= 1
-        if not line.requests and pending.ask.excluded:
+        if not line.requests and (pending.ask.excluded or line.is_patient):
             # Each retry may have a line of its own; the others are few, and remember how fast they go.
             del self._lines[line.key]
 

@@ -169,7 +169,7 @@ BECAME = {
 }
 """Modes of admission, and what becomes of requests in them."""
 
-ADMISSIONS = ("", "refused", "served", "shadow", "relegated", "nonsense")
+ADMISSIONS = ("", "refused", "served", "shadow", "relegated", "waits", "nonsense")
 
 
 def check_changed_admission(rules: Mapping[str, RecordedConfig], receipt: gw.Receipt) -> None:

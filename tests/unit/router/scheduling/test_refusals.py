@@ -21,7 +21,7 @@ from slagate.router.metrics import Metrics
 from slagate.router.receipts.record import Record
 from slagate.router.request.errors import RETRY_PUSHBACK, GatewayError, Outcome, Overloaded
 from slagate.router.request.sla import Sla
-from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.dispatcher import MAX_PATIENT, Dispatcher
 from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE, drain_s
@@ -148,7 +148,7 @@ def test_a_pool_that_is_next_for_a_limit_keeps_its_promises_and_its_room() -> No
     pool.room.note_ttft(2.0, 0.1)
     pool.room.add_busy(1000.0, pool._now_s())
     pool.lease(0, Work(1000, 5.0, 0), None)
-    assert d.explain(ask(sla=Sla(objective="own"))).admission == "refused"
+    assert d.explain(ask(sla=Sla(objective="own"))).admission == "waits"
 
 
 def test_pools_behind_those_with_room_are_not_looked_at() -> None:
@@ -410,8 +410,10 @@ def test_a_relegated_request_waits_until_a_worker_has_nothing_else_to_do() -> No
     assert d.n_waiting == 0
 
 
-def at_rest(mode: str = "disagg", **classes: dict[str, object]) -> Dispatcher:
-    """Where the clock stands still, so that queues stay as they are."""
+def at_rest(
+    mode: str = "disagg", now_s: Callable[[], float] = lambda: 0.0, **classes: dict[str, object]
+) -> Dispatcher:
+    """Where the clock stands still, so that queues stay as they are; or is the test's for who waits."""
     stages = ("prefill", "decode") if mode == "disagg" else ("agg",)
     modes = {"admission": "on"}
     file = config(mode, pools=dict.fromkeys(stages, SPEED), objectives=classes, scheduling=modes)
@@ -419,7 +421,7 @@ def at_rest(mode: str = "disagg", **classes: dict[str, object]) -> Dispatcher:
     for each in made.members():
         each.set_models({MODEL: model_info()})
         each.probe_ok()
-    return Dispatcher(made, rng=rng(), now_s=lambda: 0.0)
+    return Dispatcher(made, rng=rng(), now_s=now_s)
 
 
 def hints(d: Dispatcher, sla: Sla, n: int = 20, **more: Any) -> list[int]:
@@ -490,9 +492,14 @@ def test_room_that_is_kept_is_waited_for_until_a_queue_or_an_answer_ends() -> No
     prefill.room.add_busy(100.0, 0.0)
     for row, queued_s in enumerate([4.0, 7.0]):
         prefill.lease(row, Work(10_000, queued_s, 0))
-    check_spread(hints(d, Sla(objective="own")), 4.0)
-    refused = d.submit(ask(sla=Sla(objective="own")), None).outcome
-    assert "it meets its TTFT target of 10000 ms without making others late or" in str(refused)
+    with ExitStack() as stack:
+        for _ in range(MAX_PATIENT):
+            stack.enter_context(d.submit(ask(sla=Sla(objective="own")), None))
+        assert d.n_waiting == MAX_PATIENT
+        check_spread(hints(d, Sla(objective="own")), 4.0)
+        refused = d.submit(ask(sla=Sla(objective="own")), None).outcome
+        assert "it meets its TTFT target of 10000 ms without making others late or" in str(refused)
+    assert d.n_waiting == 0
     prefill.room = None
     itl_s = d.explain(ask(sla=Sla(objective="own"))).stages[-1].won.itl_s
     assert itl_s is not None
@@ -563,6 +570,73 @@ def test_a_miss_is_refused_whatever_another_stage_waits_for() -> None:
     assert d.n_waiting == 2
     held.release()
     assert d.n_waiting == 1
+
+
+def keeping_room(
+    now_s: Callable[[], float] = lambda: 0.0, **more: object
+) -> tuple[Dispatcher, list[Lease]]:
+    """A dispatcher and the leases by which a class `own` of 10 s takes room that is kept."""
+    d = at_rest(now_s=now_s, own={"ttft_ms": 10_000}, gold={"ttft_ms": 9000, "policy": "protect"})
+    prefill = d.fleet.pools["prefill"]
+    prefill.room = RoomKeeper()
+    prefill.room.note_ttft(2.0, 0.1)
+    prefill.room.add_busy(100.0, 0.0)
+    return d, [prefill.lease(row, Work(10_000, s, 0)) for row, s in enumerate([4.0, 7.0])]
+
+
+def test_who_would_only_harm_others_waits_until_it_does_not() -> None:
+    d, (first, _) = keeping_room()
+    with d.submit(ask(sla=Sla(objective="own")), None) as ticket:
+        assert (ticket.outcome, d.n_waiting) == (None, 1)
+        assert ticket.decision.admission == d.explain(ticket.ask).admission == "waits"
+        assert "It waits while it would make others late" in explained(ticket.decision)
+        gold = outcome(d, Sla(objective="gold"))
+        assert isinstance(gold, Assignment), "nothing is kept from those for whom it waits"
+        gold.release()
+        first.release()
+        assert isinstance(ticket.outcome, Assignment)
+        assert (ticket.outcome.decision.admission, d.n_waiting) == ("", 0)
+
+
+def test_it_waits_no_longer_than_it_can_meet_its_target() -> None:
+    now = [0.0]
+    d, leases = keeping_room(now_s=lambda: now[0])
+    with d.submit(ask(sla=Sla(objective="own")), None) as ticket:
+        for at, has_time in ((5.0, True), (5.4, True), (6.0, False)):
+            now[0] = at
+            d.step()
+            assert (ticket.outcome is None) is has_time
+        assert isinstance(ticket.outcome, Overloaded)
+        assert ticket.decision.admission == "refused"
+    assert d.n_waiting == 0
+    for lease in leases:
+        lease.release()
+
+
+@pytest.mark.parametrize("mode", ["off", "shadow"])
+def test_nobody_waits_so_where_nobody_is_refused(mode: Any) -> None:
+    d, _ = keeping_room()
+    d.set_admission(mode)
+    found = outcome(d, Sla(objective="own"))
+    assert isinstance(found, Assignment)
+    assert found.decision.admission == {"off": "served", "shadow": "shadow"}[mode]
+
+
+def test_who_waits_for_a_limit_and_then_not_to_harm_others_keeps_nobody_behind_it() -> None:
+    d, (first, _) = keeping_room()
+    for member in d.fleet.pools["prefill"].members.values():
+        member.set_limits(Limits(max_inflight=1))
+        member.set_server_info(oe.ServerInfo())
+    with ExitStack() as stack:
+        large, small = (
+            stack.enter_context(d.submit(ask(isl_tokens=n, sla=Sla(objective="own")), None))
+            for n in (60_000, 10)
+        )
+        assert (large.outcome, small.outcome, d.n_waiting) == (None, None, 2)
+        first.release()
+        assert large.outcome is None
+        assert large.decision.admission == "waits"
+        assert isinstance(small.outcome, Assignment)
 
 
 def test_who_waits_is_refused_once_it_is_predicted_to_miss() -> None:
