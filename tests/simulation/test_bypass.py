@@ -22,7 +22,7 @@ from slagate.router.scheduling.policy import choose_by_load
 from support.builders import PROFILE, config
 
 N_REQUESTS = 240
-PER_S = 26.0
+PER_S = 27.0
 CHAT = RequestClass("chat", 1.0, ttft_ms=600, itl_ms=20, max_tokens=200)
 
 
