@@ -711,7 +711,7 @@ class Decision(google.protobuf.message.Message):
     def untaken(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageChoice]:
         """shadow (it would be if admission were on), served, or relegated (it waits
         behind all others), also where it has to wait for a worker and ends before,
-        waits (as it would only harm others there; or too many did already);
+        waits (as it would only harm others there, unless too many do already);
         empty: it is not, or no worker is up. A retry changes is_met of its stages,
         not this
         where a bypass of prefill workers was tried: the way that was not taken,

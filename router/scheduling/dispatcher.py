@@ -202,6 +202,7 @@ class Dispatcher:
         try:
             self.fleet.apply(prepared)
             self._config = config
+            self._refused.clear()
             self.set_admission(self.fleet.scheduling.admission)
         finally:
             self._decide_all_again(waiting)
@@ -336,15 +337,13 @@ class Dispatcher:
                 pending.settle(NoWorker(_nobody(choice)))
                 return
             has_to_wait |= choice.row is None or choice.pool in reserved
-        if pending.decision.admission == "refused":
-            for choice in choices:
-                pool = self.fleet.pools[choice.pool]
-                n_leases = pool.table.newest_lease()
-                if self._refused.get(pool.name, (-1, 0.0))[0] != n_leases:
-                    self._refused[pool.name] = n_leases, self._now_s()
-            pending.settle(self._refusal(pending))
+        admission = pending.decision.admission
+        if admission == "waits" and self._queue.has_patience(pending, MAX_PATIENT):
             return
-        if has_to_wait or pending.decision.admission == "waits":
+        if admission in ("refused", "waits"):
+            self._refuse(pending)
+            return
+        if has_to_wait:
             return
         asked = pending.decision.ask
         if asked.is_protected and not asked.sla.is_final:  # a retry was learnt from when it came
@@ -386,6 +385,17 @@ class Dispatcher:
                     assert choice.row is not None
                     pool.room.add_busy(busy_s(scored, choice.row), self._now_s())
 
+    def _refuse(self, pending: PendingAssignment) -> None:
+        """Refuse a request that is predicted to miss, or that would have to wait for others' sake."""
+        for choice in pending.decision.stages:
+            pool = self.fleet.pools[choice.pool]
+            n_leases = pool.table.newest_lease()
+            if self._refused.get(pool.name, (-1, 0.0))[0] != n_leases:
+                self._refused[pool.name] = n_leases, self._now_s()
+        refusal = self._refusal(pending)
+        pending.decision = replace(pending.decision, admission="refused")
+        pending.settle(refusal)
+
     def _refusal(self, pending: PendingAssignment) -> Overloaded:
         """Why a request is refused that is predicted to miss, and when it would fit, if ever."""
         decision = pending.decision
@@ -415,15 +425,15 @@ class Dispatcher:
         return int(1000 * min(max(until_s, MIN_HINT_S), MAX_HINT_S) * spread)
 
     def _wait(self, pending: PendingAssignment) -> None:
-        if pending.decision.admission == "waits" and self._queue.n_patient >= MAX_PATIENT:
-            pending.settle(self._refusal(pending))
-            return
         n_last = self._queue.n_relegated + self._peers.n_relegated
         n_others = self._queue.n_waiting + self._peers.n_waiting - n_last
         n_waiting = n_last if pending.decision.ask.yields else n_others
         if n_waiting < self._max_waiting:
             self._queue.append(pending)
             self._show_waiting()
+            return
+        if pending.decision.admission == "waits":
+            self._refuse(pending)
             return
         others = f"{n_waiting} requests wait already" if n_waiting else "none may wait"
         why = f"{_why(pending.decision)}, and {others}"

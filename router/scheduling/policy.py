@@ -206,16 +206,22 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
             admission = "relegated"
         elif mode in ("off", "learn") or sla.is_final or (objective and objective.policy != "shed"):
             admission = "served"
-        elif mode == "on":
-            missed = (choice for choice in self.stages if choice.is_met is False)
-            could = all(
-                c.stage is not Stage.DECODE and any(map(fits_alone, c.scored)) for c in missed
-            )
-            admission = "waits" if could else "refused"
+        elif sla.ttft_ms is not None and all(map(_only_harms, self.stages)):
+            admission = "waits" if mode == "on" else "served"
         else:
-            admission = "shadow"
+            admission = "refused" if mode == "on" else "shadow"
         known = sla.objective in objectives
         return replace(self, admission=admission, class_name=sla.objective if known else ANY_CLASS)
+
+
+def _only_harms(choice: StageChoice) -> bool:
+    """Whether a prompt would meet its targets where it is computed, and only others stand in the way.
+
+    A decode worker's promises last as long as answers do, so they are not waited for.
+    """
+    if choice.is_met is not False:
+        return True
+    return choice.stage is not Stage.DECODE and any(map(fits_alone, choice.scored))
 
 
 class Choose(Protocol):

@@ -53,6 +53,11 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Whether any row may be chosen."""
         return len(self.late if self.open_rows is None else self.open_rows) > 0
 
+    @property
+    def is_likely(self) -> bool:
+        """Whether it is not likely to miss on some row that may be chosen."""
+        return len(self._open(self.hopes <= 1.0)) > 0
+
     def fullest(self, draw: float) -> int | None:
         """The index of the row to take among those that fit; `draw` in [0, 1) chooses between equals."""
         fits, work_s = self.late <= 1.0, self.scored.work_s
@@ -106,10 +111,11 @@ class Judged(msgspec.Struct, frozen=True, gc=False, eq=False):
         return rows.item(int(draw * len(rows)))
 
 
-def judged(scored: ScoredPool) -> Judged | None:
+def judged(scored: ScoredPool, *, alone: bool = False) -> Judged | None:
     """The rows of a pool judged for its request; None: it has no target there, or nothing is predicted.
 
-    By a latency whose predictions in this pool are off (its basis is the grid) nothing is judged.
+    By a latency whose predictions in this pool are off (its basis is the grid) nothing is judged. `alone`:
+    by its own targets only, not by what was promised to others, nor by room that is kept.
     """
     sla, estimator, late, hopes = scored.ask.sla, scored.pool.estimator, None, None
     has_ttft = scored.ttft_s is not None and sla.ttft_ms is not None
@@ -133,6 +139,10 @@ def judged(scored: ScoredPool) -> Judged | None:
             late = itl_late if late is None else np.maximum(late, itl_late, out=late)
     if late is None:
         return None
+    if alone:
+        return Judged(
+            scored, late, late if hopes is None else hopes, scored.open_rows(), None, None
+        )
     rows = scored.pool.rows
     delays: Flags | None = None
     harms: Flags | None = None
@@ -203,14 +213,9 @@ def is_unsure(scored: ScoredPool, row: int) -> bool:
 
 
 def fits_alone(scored: ScoredPool) -> bool:
-    """Whether a request meets its targets on some row that it may use, whatever becomes of others there."""
-    sla, rows = scored.ask.sla, scored.open_rows()
-    meets = np.ones(len(scored.pool.rows), dtype=np.bool_)
-    if scored.ttft_s is not None and sla.ttft_ms is not None:
-        meets &= scored.ttft_s + scored.later_s <= _left_s(scored)
-    if scored.itl_s is not None and sla.itl_ms is not None:
-        meets &= scored.itl_s <= _itl_limit_s(scored, sla.itl_ms)
-    return bool(np.any(meets if rows is None else meets[rows]))
+    """Whether a request is likely to meet its targets on some row, whatever becomes of others there."""
+    of_pool = judged(scored, alone=True)
+    return of_pool is not None and of_pool.is_likely
 
 
 def note_protected(scored: ScoredPool, room: RoomKeeper) -> None:
@@ -314,7 +319,9 @@ def _drains_s(scored: ScoredPool, idle_later_s: float, answer_tokens: float) -> 
         n_others = np.maximum(1, rows.batch - 1)
         end_s = answer_tokens * itl_s / n_others
         turns_s = np.maximum(turns_s, end_s)
-        if ask.sla.itl_ms is not None and of.itl_basis != "grid" and of.predicts_itl:
+        is_judged = ask.sla.itl_ms is not None and ask.answer_tokens != 1.0
+        if is_judged and of.itl_basis != "grid" and of.predicts_itl:
+            assert ask.sla.itl_ms is not None
             limit_s = _itl_limit_s(scored, ask.sla.itl_ms)
             n_over = np.ceil((itl_s - limit_s) / np.maximum(1e-12, (itl_s - alone_s) / n_others))
             ends_s = np.minimum(n_over, n_others) * end_s

@@ -139,7 +139,6 @@ class _WaitLine:
 
     def wait_for(self, decision: Decision, reserved: Set[str] | None = None) -> None:
         """Note what the first request waits for; `reserved` are pools of older ones, None: not known."""
-        self.is_patient |= decision.admission == "waits"
         # Stages that have nobody, or only somebody of a pool that an older request waits for.
         choices = [
             choice
@@ -212,10 +211,10 @@ class WaitQueue:
         """Requests among those that wait that are behind all others."""
         return sum(len(line.requests) for line in self._waiting() if line.yields)
 
-    @property
-    def n_patient(self) -> int:
-        """Requests among those that wait that have a worker, but would harm others there."""
-        return sum(line.is_patient for line in self._waiting())
+    def has_patience(self, pending: PendingAssignment, most: int) -> bool:
+        """Whether a request may wait although it has a worker, as it would harm others: `most` may."""
+        line = self._lines.get(id(pending))
+        return line is not None or sum(line.is_patient for line in self._waiting()) < most
 
     @property
     def waits_for_load(self) -> bool:
@@ -238,6 +237,7 @@ class WaitQueue:
     def append(self, new: PendingAssignment) -> None:
         """Put a request at the end of its line."""
         line = self._lines.setdefault(new.line, _WaitLine(new.line))
+        line.is_patient = new.decision.admission == "waits"
         if not line.requests:
             line.wait_for(new.decision, self._reserved_for(new, self.reserved()))
         line.requests.append(new)

@@ -23,7 +23,7 @@ from slagate.router.request.errors import RETRY_PUSHBACK, GatewayError, Outcome,
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import MAX_PATIENT, Dispatcher
 from slagate.router.scheduling.peers import PeerGateways
-from slagate.router.scheduling.policy import Decision
+from slagate.router.scheduling.policy import NO_CONFIG, Decision
 from slagate.router.scheduling.targets import AGG_ITL_SHARE, ITL_SHARE, TTFT_SHARE, drain_s
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.router.scheduling.words import explained
@@ -619,24 +619,76 @@ def test_nobody_waits_so_where_nobody_is_refused(mode: Any) -> None:
     d.set_admission(mode)
     found = outcome(d, Sla(objective="own"))
     assert isinstance(found, Assignment)
-    assert found.decision.admission == {"off": "served", "shadow": "shadow"}[mode]
+    assert found.decision.admission == "served", "it would not be refused either"
 
 
-def test_who_waits_for_a_limit_and_then_not_to_harm_others_keeps_nobody_behind_it() -> None:
+def test_who_has_no_ttft_target_or_misses_it_anyway_is_refused_at_once() -> None:
+    d, _ = keeping_room()
+    assert isinstance(outcome(d, Sla(ttft_ms=1.0)), Overloaded)
+    only_itl = at_rest("agg", own={"itl_ms": 1000})
+    pool = only_itl.fleet.pools["agg"]
+    for row in (0, 1):
+        pool.lease(row, Work(0, 0.0, 100, itl_limit_s=0.0001))
+    assert isinstance(outcome(only_itl, Sla(objective="own")), Overloaded)
+
+
+def test_so_many_wait_not_to_harm_others_also_after_another_mode_or_limit() -> None:
+    d, _ = keeping_room()
+    for member in d.fleet.pools["prefill"].members.values():
+        member.set_limits(Limits(max_inflight=1))
+        member.set_server_info(oe.ServerInfo())
+    with ExitStack() as stack:
+        tickets = [
+            stack.enter_context(d.submit(ask(isl_tokens=60_000, sla=Sla(objective="own")), None))
+            for _ in range(MAX_PATIENT + 10)
+        ]
+        assert d.n_waiting == len(tickets)
+        d.set_admission("shadow")
+        for member in d.fleet.pools["prefill"].members.values():
+            member.set_limits(Limits())
+            member.set_server_info(oe.ServerInfo())
+        assert d.n_waiting == 0, "in shadow all are served"
+    for ticket in tickets:
+        assert isinstance(ticket.outcome, Assignment)
+        ticket.outcome.release()
+    d, _ = keeping_room()
+    with ExitStack() as stack:
+        for _ in range(MAX_PATIENT):
+            stack.enter_context(d.submit(ask(isl_tokens=60_000, sla=Sla(objective="own")), None))
+        file = config(
+            pools=dict.fromkeys(("prefill", "decode"), SPEED),
+            objectives={"own": {"ttft_ms": 10_000}},
+            scheduling={"admission": "on"},
+        )
+        d.put_in_force(prepare(file), NO_CONFIG)
+        assert d.n_waiting == MAX_PATIENT
+        over = d.submit(ask(isl_tokens=60_000, sla=Sla(objective="own")), None)
+        assert isinstance(over.outcome, Overloaded)
+        assert over.decision.admission == "refused"
+        assert "so it is refused" in explained(over.decision)
+    assert d.n_waiting == 0
+
+
+@pytest.mark.parametrize("n_large", [1, 2, 3])
+def test_who_waits_for_a_limit_and_then_not_to_harm_others_keeps_nobody_behind_it(
+    n_large: int,
+) -> None:
     d, (first, _) = keeping_room()
     for member in d.fleet.pools["prefill"].members.values():
         member.set_limits(Limits(max_inflight=1))
         member.set_server_info(oe.ServerInfo())
     with ExitStack() as stack:
-        large, small = (
+        *large, small = (
             stack.enter_context(d.submit(ask(isl_tokens=n, sla=Sla(objective="own")), None))
-            for n in (60_000, 10)
+            for n in [60_000] * n_large + [10]
         )
-        assert (large.outcome, small.outcome, d.n_waiting) == (None, None, 2)
+        assert d.n_waiting == n_large + 1
         first.release()
-        assert large.outcome is None
-        assert large.decision.admission == "waits"
+        assert {(each.outcome, each.decision.admission) for each in large} == {(None, "waits")}
         assert isinstance(small.outcome, Assignment)
+        small.outcome.release()
+        gold = outcome(d, Sla(objective="gold"))
+        assert isinstance(gold, Assignment)
 
 
 def test_who_waits_is_refused_once_it_is_predicted_to_miss() -> None:

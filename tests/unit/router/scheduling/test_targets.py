@@ -18,7 +18,14 @@ from slagate.pools.inflight.row_view import RowView, State
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice, choose, choose_stage
 from slagate.router.scheduling.score import YIELDS, score_pool
-from slagate.router.scheduling.targets import AGG_ITL_SHARE, TTFT_SHARE, is_unsure, promised
+from slagate.router.scheduling.targets import (
+    AGG_ITL_SHARE,
+    TTFT_SHARE,
+    fits_alone,
+    is_unsure,
+    judged,
+    promised,
+)
 from slagate.router.scheduling.words import explained
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
 
@@ -375,6 +382,25 @@ def test_an_answer_of_one_token_cannot_miss_its_itl(stage: Stage) -> None:
         assert choice.is_met is is_met
     assert choice.row is not None
     assert promised(choice.won, choice.row, Work(), 0.0).itl_limit_s == math.inf
+
+
+def test_others_stand_in_the_way_only_of_who_is_likely_to_meet_his_targets() -> None:
+    """By the latencies that are judged, calibrated where they are."""
+    room = KeptRoom(1, 0.0, math.inf)
+    sla, line = Sla(ttft_ms=2000 * IDLE_S), Calibration(math.log(3), 1.0, 0.05, -9.0, 9.0)
+    pool = kept_pool([view()], room)["p"]
+    asked = ask(isl_tokens=ISL, sla=sla)
+    for told, fits in ((pool, True), (off(pool, ttft_calibration=line), False)):
+        scored = score_pool(Stage.PREFILL, asked, told)
+        of_pool = judged(scored)
+        assert of_pool is not None
+        assert of_pool.fullest(0.5) is None
+        assert fits_alone(scored) is fits
+    for answer_tokens, fits in ((1.0, True), (2.0, False)):
+        sla = Sla(ttft_ms=2000 * IDLE_S, itl_ms=0.001)
+        asked = ask(isl_tokens=ISL, sla=sla, answer_tokens=answer_tokens)
+        assert fits_alone(score_pool(Stage.AGG, asked, pool)) is fits
+        assert fits_alone(score_pool(Stage.AGG, asked, off(pool, itl_basis="grid")))
 
 
 def test_a_full_pool_leaves_the_request_to_the_next_one() -> None:
