@@ -115,7 +115,7 @@ def judged(scored: ScoredPool, *, alone: bool = False) -> Judged | None:
     """The rows of a pool judged for its request; None: it has no target there, or nothing is predicted.
 
     By a latency whose predictions in this pool are off (its basis is the grid) nothing is judged. `alone`:
-    by its own targets only, not by what was promised to others, nor by room that is kept.
+    by its own targets and the room that is kept, but not by what was promised to others.
     """
     sla, estimator, late, hopes = scored.ask.sla, scored.pool.estimator, None, None
     has_ttft = scored.ttft_s is not None and sla.ttft_ms is not None
@@ -139,14 +139,10 @@ def judged(scored: ScoredPool, *, alone: bool = False) -> Judged | None:
             late = itl_late if late is None else np.maximum(late, itl_late, out=late)
     if late is None:
         return None
-    if alone:
-        return Judged(
-            scored, late, late if hopes is None else hopes, scored.open_rows(), None, None
-        )
     rows = scored.pool.rows
     delays: Flags | None = None
     harms: Flags | None = None
-    if itl_s is not None and estimator.itl_basis != "grid":
+    if itl_s is not None and estimator.itl_basis != "grid" and not alone:
         of_others = itl_s / rows.floats("itl_limit_s")
         np.maximum(late, of_others, out=late)
         if hopes is not None:
@@ -154,7 +150,7 @@ def judged(scored: ScoredPool, *, alone: bool = False) -> Judged | None:
         if scored.ask.yields:
             # Otherwise it is enough that it is late there.
             harms = of_others > 1.0
-    if scored.work_s is not None:
+    if scored.work_s is not None and not alone:
         if np.count_nonzero(rows.ints("join_tokens")):
             joins, delays = _joins_s(scored) > rows.join_limits_s
             harms = joins if harms is None else harms | joins

@@ -17,7 +17,7 @@ POOLS_TOLD = 8
 _ADMISSION = {
     "refused": "Admission is on, so it is refused.",
     "shadow": "Admission would refuse it if it were on.",
-    "waits": "It waits while it would make others late, or take kept room, and can still meet its targets.",
+    "waits": "It waits while it would make others late and can still meet its targets.",
     "relegated": "As its class is relegated it waits until a worker has nothing else to do.",
 }
 
@@ -83,7 +83,7 @@ def _missed(choice: StageChoice) -> str:
     if any(map(fits_alone, choice.scored)):
         missed = (
             f"in no pool that it may use ({looked_at}) it meets its {_own_targets(choice)} without making"
-            " others late or taking room that is kept for protected classes"
+            " others late"
         )
     else:
         missed = (

@@ -386,9 +386,9 @@ def test_an_answer_of_one_token_cannot_miss_its_itl(stage: Stage) -> None:
 
 def test_others_stand_in_the_way_only_of_who_is_likely_to_meet_his_targets() -> None:
     """By the latencies that are judged, calibrated where they are."""
-    room = KeptRoom(1, 0.0, math.inf)
     sla, line = Sla(ttft_ms=2000 * IDLE_S), Calibration(math.log(3), 1.0, 0.05, -9.0, 9.0)
-    pool = kept_pool([view()], room)["p"]
+    views = [view(join_tokens=4000, join_slack_s=1e-6)]
+    pool = pool_view("p", views, speed=SPEED)
     asked = ask(isl_tokens=ISL, sla=sla)
     for told, fits in ((pool, True), (off(pool, ttft_calibration=line), False)):
         scored = score_pool(Stage.PREFILL, asked, told)
@@ -396,6 +396,8 @@ def test_others_stand_in_the_way_only_of_who_is_likely_to_meet_his_targets() -> 
         assert of_pool is not None
         assert of_pool.fullest(0.5) is None
         assert fits_alone(scored) is fits
+    kept = kept_pool([view()], KeptRoom(1, 0.0, math.inf))["p"]
+    assert not fits_alone(score_pool(Stage.PREFILL, asked, kept)), "room is kept for long"
     for answer_tokens, fits in ((1.0, True), (2.0, False)):
         sla = Sla(ttft_ms=2000 * IDLE_S, itl_ms=0.001)
         asked = ask(isl_tokens=ISL, sla=sla, answer_tokens=answer_tokens)
