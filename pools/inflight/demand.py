@@ -35,8 +35,6 @@ SPAN_S = 20.0
 LEAST_SPAN_S = 2.0
 """What came in the first seconds counts as if it had come in this time."""
 
-_LEAST_S = 0.001
-
 
 class AnswerLengths:
     """The running lower quartile of the tokens of ended answers, by class and of all.

@@ -98,9 +98,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     later_s: float = 0.0  # to the first token in stages that stay, behind those that are chosen
     by_targets: bool = True  # whether its targets decide between pools and between workers
     max_tokens: int | None = None  # of the answer, as the client says
-    answer_tokens: float = (
-        0.0  # that it will have at least, as most of its class do; 1: `max_tokens` is 1
-    )
+    # That its answer will have at least, as most of its class do; 1: its client asks for no more.
+    answer_tokens: float = 0.0
     # By which its context grows until its answer's middle. Batches have more of long answers than of short
     # ones, so of a batch this is about what `answer_tokens` says.
     growth_tokens: int = 0
